@@ -1,0 +1,54 @@
+"""Suffix n-grams -> table rows (multiplicative-XOR hash, one prime per head). Imports torch only."""
+
+import torch
+
+from .reference import ngram_hash_reference
+
+__all__ = ["ngram_hash"]
+
+
+def ngram_hash(
+    canonical: torch.Tensor,
+    *,
+    multipliers: torch.Tensor,
+    primes: torch.Tensor,
+    pad_id: int,
+    blocked: torch.Tensor | None = None,
+    history: torch.Tensor | None = None,
+    history_blocked: torch.Tensor | None = None,
+    salt: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Absolute row ids of the suffix n-grams (sizes 2..n) that end at each position.
+
+    Args:
+        canonical: int64 ``[..., T]`` canonical token ids; T may be 0 or below n.
+        multipliers: int64 ``[n]``, odd, so small that ``id * multiplier`` stays below 2**63.
+        primes: int64 ``[n - 1, heads]``, one modulus per (n-gram size, head).
+        pad_id: canonical id that stands for everything that cannot be looked at.
+        blocked: bool ``[..., T]``; a blocked position and all older ones are pad, for itself and for later positions.
+        history: int64 ``[..., n - 1]`` canonical ids before the sequence, oldest first; without it they are blocked.
+        history_blocked: bool ``[..., n - 1]``; needs ``history``.
+        salt: int64 ``[..., T]`` in [0, 2**63), start of the running XOR; None and 0 are the published rule.
+
+    Returns:
+        int64 ``[..., T, (n - 1) * heads]``, columns ordered by (n-gram size, head), column offset added.
+
+    Raises:
+        ValueError: a shape or an integer type does not fit.
+
+    Source: Engram (arXiv 2601.07372), hashing of suffix n-grams; the blocking rule is that of DeepSeek V4.1.
+    """
+    order = multipliers.shape[0]
+    if multipliers.ndim != 1 or order < 2 or primes.ndim != 2 or primes.shape[0] != order - 1:
+        raise ValueError(
+            f"multipliers {list(multipliers.shape)} and primes {list(primes.shape)}: expected [n] and [n - 1, heads], n >= 2"
+        )
+    if history_blocked is not None and history is None:
+        raise ValueError("history_blocked was given without history: pass both, or neither")
+    named = {"canonical": canonical, "multipliers": multipliers, "primes": primes, "history": history, "salt": salt}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.dtype != torch.int64:
+            raise ValueError(f"{name} has dtype {tensor.dtype}: expected torch.int64")
+    if history is not None and history.shape[-1] != order - 1:
+        raise ValueError(f"history holds {history.shape[-1]} ids: expected n - 1 = {order - 1}")
+    return ngram_hash_reference(canonical, multipliers, primes, pad_id, blocked, history, history_blocked, salt)

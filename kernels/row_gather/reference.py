@@ -1,0 +1,17 @@
+"""Gather and dequantise in plain torch. Imports torch and the block_quant op."""
+
+import torch
+
+from ..block_quant.reference import dequantize_blocks_reference
+
+
+def row_gather_reference(payload: torch.Tensor, scale: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Gather; arguments and result as in :func:`row_gather`."""
+    absent = slots < 0
+    if payload.shape[0] == 0 and bool(absent.all()):
+        return torch.zeros((*slots.shape, payload.shape[1]), device=payload.device)
+    safe = slots.clamp(min=0)
+    # Indexing has no float8 kernel on every device; bytes move the same bits.
+    rows = dequantize_blocks_reference(payload.view(torch.uint8)[safe].view(torch.float8_e4m3fn), scale[safe])
+    # where, not a product: a NaN in row 0 must not leak into an absent slot.
+    return torch.where(absent.unsqueeze(-1), 0.0, rows)

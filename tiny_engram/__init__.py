@@ -1,0 +1,73 @@
+"""Tiny-Engram: teach a frozen image generator a new thing as a table read only when its name is in the prompt.
+
+Importing the package loads neither torch nor diffusers; each name below is loaded when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiny_engram.adapter import (
+        EngramAdapter,
+        attach,
+        delete_concept,
+        detach,
+        disable_concepts,
+        enable_concepts,
+        explain,
+        get_active_concepts,
+        get_adapter,
+        get_list_concepts,
+        load_concept,
+        register,
+        set_concepts,
+        set_strength,
+        unload_concept,
+    )
+    from tiny_engram.concept import Concept, ConceptFileError
+    from tiny_engram.config import ConceptConfig
+    from tiny_engram.errors import TinyEngramError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Concept",
+    "ConceptConfig",
+    "ConceptFileError",
+    "EngramAdapter",
+    "TinyEngramError",
+    "__version__",
+    "attach",
+    "delete_concept",
+    "detach",
+    "disable_concepts",
+    "enable_concepts",
+    "explain",
+    "get_active_concepts",
+    "get_adapter",
+    "get_list_concepts",
+    "load_concept",
+    "register",
+    "set_concepts",
+    "set_strength",
+    "unload_concept",
+]
+
+_HOMES = {
+    "Concept": "concept",
+    "ConceptConfig": "config",
+    "ConceptFileError": "concept",
+    "TinyEngramError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'adapter')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
