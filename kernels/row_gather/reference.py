@@ -7,11 +7,14 @@ from ..block_quant.reference import dequantize_blocks_reference
 
 def row_gather_reference(payload: torch.Tensor, scale: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Gather; arguments and result as in :func:`row_gather`."""
-    absent = slots < 0
+    flat = slots.reshape(-1)
+    absent = flat < 0
     if payload.shape[0] == 0 and bool(absent.all()):
         return torch.zeros((*slots.shape, payload.shape[1]), device=payload.device)
-    safe = slots.clamp(min=0)
-    # Indexing has no float8 kernel on every device; bytes move the same bits.
-    rows = dequantize_blocks_reference(payload.view(torch.uint8)[safe].view(torch.float8_e4m3fn), scale[safe])
+    safe = flat.clamp(min=0)
+    # Bytes, since indexing has no float8 kernel on every device; index_select, since plain indexing of a few rows
+    # already wakes torch's thread pool, which costs milliseconds when the cores are busy.
+    picked = payload.view(torch.uint8).index_select(0, safe).view(torch.float8_e4m3fn)
+    rows = dequantize_blocks_reference(picked, scale.index_select(0, safe))
     # where, not a product: a NaN in row 0 must not leak into an absent slot.
-    return torch.where(absent.unsqueeze(-1), 0.0, rows)
+    return torch.where(absent.unsqueeze(-1), 0.0, rows).reshape(*slots.shape, payload.shape[1])

@@ -1,0 +1,107 @@
+"""EngramLayer: lookup -> key and value -> gate -> (short convolution) -> residual, for a causal LM.
+
+Imports torch, kernels and tiny_engram.{config,hashing}. Source: Engram (arXiv 2601.07372), both published forms.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tiny_engram.config import LayerConfig
+from tiny_engram.hashing import NgramHasher
+from tiny_engram.kernels.engram_gate import engram_gate
+from tiny_engram.kernels.short_conv import short_conv
+
+
+class RowSource(Protocol):
+    """Where rows come from: an EngramTable, or trainable rows with the same call."""
+
+    def lookup(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Float ``[..., head_dim]`` of int64 ``[...]``."""
+        ...
+
+
+class _Projections(nn.Module):
+    """Rows of a position -> one key per copy and one value."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__()
+        self.copies, self.hidden = config.copies, config.hidden
+        if config.form == "v41":
+            self.wkv = nn.Linear(config.row_width, (config.copies + 1) * config.hidden, bias=False)
+        else:
+            self.key_projs = nn.ModuleList(nn.Linear(config.row_width, config.hidden) for _ in range(config.copies))
+            self.value_proj = nn.Linear(config.row_width, config.hidden)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, T, row_width]`` -> key ``[B, T, copies, hidden]``, value ``[B, T, hidden]``."""
+        if hasattr(self, "wkv"):
+            fused = self.wkv(rows).unflatten(-1, (self.copies + 1, self.hidden))
+            return fused[..., : self.copies, :], fused[..., self.copies, :]
+        key = torch.stack([project(rows) for project in self.key_projs], dim=-2)
+        return key, self.value_proj(rows)
+
+
+class EngramLayer(nn.Module):
+    """Adds what the table says about the last n tokens to the hidden state, before attention.
+
+    Form "v41": n = 4 in the published model, fused key/value weight without bias, no convolution. Form "paper": n = 3,
+    biases, then a short causal convolution over the gated values, which starts at zero and so changes nothing at first.
+
+    Rows are not parameters: they come from ``table``, which may be far larger than the module and is not in its state.
+    """
+
+    def __init__(self, config: LayerConfig, table: RowSource):
+        super().__init__()
+        self.config = config
+        self.table = table
+        self.hasher = NgramHasher(config.hash, config.layer_id)
+        self.projections = _Projections(config)
+        self.q_weight = nn.Parameter(torch.ones(config.copies, config.hidden))
+        self.k_weight = nn.Parameter(torch.ones(config.copies, config.hidden))
+        if config.form == "paper":
+            self.conv_weight = nn.Parameter(torch.zeros(config.copies, config.hidden, config.conv_kernel))
+            self.conv_norm_weight = nn.Parameter(torch.ones(config.copies, config.hidden))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        canonical: torch.Tensor,
+        *,
+        blocked: torch.Tensor | None = None,
+        history: torch.Tensor | None = None,
+        history_blocked: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add the Engram residual.
+
+        Args:
+            x: ``[B, T, copies, hidden]`` hidden states.
+            canonical: int64 ``[B, T]`` canonical token ids.
+            blocked: bool ``[B, T]``, image or padding tokens; their rows of x come back bit for bit.
+            history: int64 ``[B, n - 1]`` canonical ids before the block, oldest first.
+            history_blocked: bool ``[B, n - 1]``.
+
+        Returns:
+            ``[B, T, copies, hidden]`` in x's dtype. The paper's convolution sees this block only: decode that form
+            with the last ``(conv_kernel - 1) * n`` tokens in the block.
+
+        Raises:
+            ValueError: shapes that do not belong together.
+        """
+        config = self.config
+        assert config.eps is not None  # filled in by LayerConfig
+        row_ids = self.hasher.rows(canonical, blocked, history, history_blocked)
+        rows = self.table.lookup(row_ids).flatten(-2).to(self.q_weight)
+        key, value = self.projections(rows)
+        if config.form == "v41":
+            return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="v41", mask=blocked)
+        gated = engram_gate(
+            x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="paper", mask=blocked, residual=False
+        )
+        mixed = short_conv(
+            gated, self.conv_weight, self.conv_norm_weight, dilation=config.hash.max_ngram, eps=config.eps
+        )
+        out = x + mixed
+        # The convolution reaches blocked positions from earlier ones; they must not move at all.
+        return out if blocked is None else torch.where(blocked[..., None, None], x, out)
