@@ -29,9 +29,7 @@ def _need_positive(config: Any, *names: str) -> None:
 def _need_blocks(config: Any) -> None:
     _need_int(config, 1, "head_dim")
     if config.head_dim % BLOCK:
-        raise ConfigError(
-            f"{type(config).__name__}.head_dim is {config.head_dim}: expected a multiple of {BLOCK}, the values of one scale"
-        )
+        raise ConfigError(f"{type(config).__name__}.head_dim is {config.head_dim}: expected a multiple of {BLOCK}, the values of one scale")
 
 
 class _Json:

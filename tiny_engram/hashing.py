@@ -126,9 +126,7 @@ class HashHistory:
         self.ids = torch.zeros((requests, max_ngram - 1), dtype=torch.int64)
         self.blocked = torch.ones((requests, max_ngram - 1), dtype=torch.bool)
 
-    def commit(
-        self, block: torch.Tensor, accepted: torch.Tensor | int | None = None, blocked: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, block: torch.Tensor, accepted: torch.Tensor | int | None = None, blocked: torch.Tensor | None = None) -> None:
         """Append each request's first ``accepted`` ids.
 
         Args:

@@ -96,12 +96,8 @@ class EngramLayer(nn.Module):
         key, value = self.projections(rows)
         if config.form == "v41":
             return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="v41", mask=blocked)
-        gated = engram_gate(
-            x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="paper", mask=blocked, residual=False
-        )
-        mixed = short_conv(
-            gated, self.conv_weight, self.conv_norm_weight, dilation=config.hash.max_ngram, eps=config.eps
-        )
+        gated = engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="paper", mask=blocked, residual=False)
+        mixed = short_conv(gated, self.conv_weight, self.conv_norm_weight, dilation=config.hash.max_ngram, eps=config.eps)
         out = x + mixed
         # The convolution reaches blocked positions from earlier ones; they must not move at all.
         return out if blocked is None else torch.where(blocked[..., None, None], x, out)

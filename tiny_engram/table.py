@@ -94,9 +94,7 @@ class EngramTable:
                 raise TableError(f"{doubles} of {ids.numel()} row ids are given twice: raise the collision counter and rehash")
             present = int(self.contains(ids).sum())
             if present:
-                raise TableError(
-                    f"{present} of {ids.numel()} row ids are in the table already: raise the collision counter and rehash"
-                )
+                raise TableError(f"{present} of {ids.numel()} row ids are in the table already: raise the collision counter and rehash")
             slots = self._take(ids.numel())
             self._payload[slots] = payload.view(torch.uint8).reshape(-1, self.head_dim)[order]
             self._scale[slots] = scale.reshape(-1, self._scale.shape[1])[order]
@@ -191,9 +189,7 @@ def _without(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.delete(values.numpy(), places.numpy()))
 
 
-def _check_rows(
-    payload: torch.Tensor, scale: torch.Tensor, rows: int, head_dim: int, lead: torch.Size | None = None
-) -> None:
+def _check_rows(payload: torch.Tensor, scale: torch.Tensor, rows: int, head_dim: int, lead: torch.Size | None = None) -> None:
     shape = (rows,) if lead is None else tuple(lead)
     if payload.dtype != torch.float8_e4m3fn or scale.dtype != torch.uint8:
         raise TableError(f"payload is {payload.dtype}, scale {scale.dtype}: expected float8_e4m3fn and uint8")

@@ -80,9 +80,7 @@ class CompressedTokenizer:
         """
         backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise TokenizerError(
-                f"{type(tokenizer).__name__} has no Rust backend: pass a fast tokenizer or a tokenizers.Tokenizer"
-            )
+            raise TokenizerError(f"{type(tokenizer).__name__} has no Rust backend: pass a fast tokenizer or a tokenizers.Tokenizer")
         vocab = backend.get_vocab(with_added_tokens=True)
         total = max(vocab.values(), default=-1) + 1
         tokens = [""] * total

@@ -50,7 +50,5 @@ def engram_gate(
             f"x {list(x.shape)}, key {list(key.shape)}, value {list(value.shape)}: expected [..., copies, D] twice and [..., D]"
         )
     if q_weight.shape != x.shape[-2:] or k_weight.shape != x.shape[-2:]:
-        raise ValueError(
-            f"q_weight {list(q_weight.shape)}, k_weight {list(k_weight.shape)}: expected [copies, D] = {list(x.shape[-2:])}"
-        )
+        raise ValueError(f"q_weight {list(q_weight.shape)}, k_weight {list(k_weight.shape)}: expected [copies, D] = {list(x.shape[-2:])}")
     return engram_gate_reference(x, key, value, q_weight, k_weight, eps, form, mask, residual)

@@ -28,9 +28,7 @@ def fixed_basis(e: torch.Tensor, *, width: int, seed: int) -> torch.Tensor:
     """
     d_in = e.shape[-1]
     if not 1 <= width <= d_in:
-        raise ValueError(
-            f"width {width} with {d_in} inputs: expected 1 <= width <= inputs; raise heads or head_dim until inputs >= width"
-        )
+        raise ValueError(f"width {width} with {d_in} inputs: expected 1 <= width <= inputs; raise heads or head_dim until inputs >= width")
     if seed < 0:
         raise ValueError(f"seed {seed}: expected 0 or more")
     return fixed_basis_reference(e, width, seed)

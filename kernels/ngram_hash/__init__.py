@@ -40,9 +40,7 @@ def ngram_hash(
     """
     order = multipliers.shape[0]
     if multipliers.ndim != 1 or order < 2 or primes.ndim != 2 or primes.shape[0] != order - 1:
-        raise ValueError(
-            f"multipliers {list(multipliers.shape)} and primes {list(primes.shape)}: expected [n] and [n - 1, heads], n >= 2"
-        )
+        raise ValueError(f"multipliers {list(multipliers.shape)} and primes {list(primes.shape)}: expected [n] and [n - 1, heads], n >= 2")
     if history_blocked is not None and history is None:
         raise ValueError("history_blocked was given without history: pass both, or neither")
     named = {"canonical": canonical, "multipliers": multipliers, "primes": primes, "history": history, "salt": salt}

@@ -23,9 +23,7 @@ def row_gather(payload: torch.Tensor, scale: torch.Tensor, slots: torch.Tensor) 
         IndexError: a slot is R or more.
     """
     if payload.dtype != torch.float8_e4m3fn or scale.dtype != torch.uint8 or slots.dtype != torch.int64:
-        raise ValueError(
-            f"payload {payload.dtype}, scale {scale.dtype}, slots {slots.dtype}: expected float8_e4m3fn, uint8, int64"
-        )
+        raise ValueError(f"payload {payload.dtype}, scale {scale.dtype}, slots {slots.dtype}: expected float8_e4m3fn, uint8, int64")
     if payload.ndim != 2 or tuple(scale.shape) != (payload.shape[0], payload.shape[1] // 32) or payload.shape[1] % 32:
         raise ValueError(f"payload {list(payload.shape)} and scale {list(scale.shape)}: expected [R, D] and [R, D / 32]")
     return row_gather_reference(payload, scale, slots)

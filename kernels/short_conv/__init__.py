@@ -7,9 +7,7 @@ from .reference import short_conv_reference
 __all__ = ["short_conv"]
 
 
-def short_conv(
-    v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, *, dilation: int, eps: float
-) -> torch.Tensor:
+def short_conv(v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, *, dilation: int, eps: float) -> torch.Tensor:
     """``v + SiLU(depthwise causal conv(rms(v) * norm_weight))``; a zero weight returns v unchanged.
 
     Args:

@@ -4,9 +4,7 @@ import torch
 from torch.nn import functional
 
 
-def short_conv_reference(
-    v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, dilation: int, eps: float
-) -> torch.Tensor:
+def short_conv_reference(v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, dilation: int, eps: float) -> torch.Tensor:
     """Convolve; arguments and result as in :func:`short_conv`."""
     compute = torch.promote_types(v.dtype, torch.float32)
     wide = v.to(compute)

@@ -41,9 +41,7 @@ def span_residual(
     Source: the gate of Engram (arXiv 2601.07372), bounded by the span's own norm so that one concept cannot drown a prompt.
     """
     if h.ndim != 2 or key.shape != h.shape or value.shape != h.shape:
-        raise ValueError(
-            f"h {list(h.shape)}, key {list(key.shape)}, value {list(value.shape)}: expected three times [N, width]"
-        )
+        raise ValueError(f"h {list(h.shape)}, key {list(key.shape)}, value {list(value.shape)}: expected three times [N, width]")
     for name, factor in {"gain": gain, "bias": bias, "scale": scale, "mean_norm": mean_norm}.items():
         if tuple(factor.shape) != (h.shape[0],):
             raise ValueError(f"{name} {list(factor.shape)}: expected [N] = [{h.shape[0]}]")

