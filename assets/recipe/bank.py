@@ -1,0 +1,142 @@
+"""The latent bank: compositions encoded once, captions tokenised once. Training then never decodes a picture.
+
+    python assets/recipe/bank.py --count 600000
+
+Writes build/base/run/bank.pt: latents float16 `[N, 12, 16, 16]`, ids int32 `[N, 77]`, end int64 `[N]` (the position of
+the end-of-text token; everything from there on is padding).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import CLIPTokenizer
+
+from captions import COLOURS, caption
+from compose import BUILD, STYLES, Compositor, Layout, load_names, random_layout, reserved
+from models import build_vae
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "bases" / "emoji-sd" / "tokenizer"
+EMPTY_SHARE = 0.1
+MADE_UP_SHARE = 0.1
+_ONSET = "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr kr pl pr sh sk sl st th tr zh".split()
+_VOWEL = "a e i o u ai ee oo ou".split()
+_CODA = ["", "", "", "b", "d", "g", "k", "l", "m", "n", "p", "r", "s", "t", "x", "z", "rn", "st", "lk"]
+
+
+def made_up_word(rng: np.random.Generator, vocabulary: list[str]) -> str:
+    """A word that names nothing: syllables, sometimes with a tail behind a hyphen, or any whole word of the vocabulary.
+
+    The base learns from these where an unknown word's thing belongs in the picture, and that it may be anything.
+    """
+    if rng.random() < 0.35:
+        return vocabulary[rng.integers(len(vocabulary))]
+    word = "".join(
+        _ONSET[rng.integers(len(_ONSET))] + _VOWEL[rng.integers(len(_VOWEL))] + _CODA[rng.integers(len(_CODA))]
+        for _ in range(rng.integers(1, 4))
+    )
+    tail = rng.random()
+    if tail < 0.2:
+        return f"{word}-{rng.integers(0, 10)}"
+    if tail < 0.35:
+        return f"{word}-{_ONSET[rng.integers(len(_ONSET))]}{_VOWEL[rng.integers(len(_VOWEL))]}"
+    if tail < 0.45:
+        return f"{word} {vocabulary[rng.integers(len(vocabulary))]}"
+    return word
+
+
+def _captions_of(task) -> list[str]:
+    seed, style, colour, left, right, names, vocabulary = task
+    rng = np.random.default_rng(seed)
+    colours = list(COLOURS)
+    texts = []
+    for s, c, a, b in zip(style, colour, left, right, strict=True):
+        if rng.random() < EMPTY_SHARE:
+            texts.append("")
+            continue
+        words = [names[a]] if b < 0 else [names[a], names[b]]
+        if rng.random() < MADE_UP_SHARE * len(words):
+            words[rng.integers(len(words))] = made_up_word(rng, vocabulary)
+        texts.append(caption(rng, STYLES[s], colours[c], words))
+    return texts
+
+
+def whole_words(tokenizer) -> list[str]:
+    """The vocabulary's alphabetic tokens that are words of their own (CLIP marks a word's end)."""
+    words = (token.removesuffix("</w>") for token in tokenizer.get_vocab() if token.endswith("</w>"))
+    return sorted(w for w in words if w.isascii() and w.isalpha() and len(w) > 2)
+
+
+def fast_backend(tokenizer) -> Tokenizer:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.enable_truncation(77)
+    backend.enable_padding(length=77, pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token)
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    special = [(bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)]
+    backend.post_processor = TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=special)
+    return backend
+
+
+def captions_for(layout: Layout, names: list[str], vocabulary: list[str], *, seed: int, workers: int) -> list[str]:
+    columns = [t.numpy() for t in (layout.style, layout.colour, layout.left, layout.right)]
+    size = 20_000
+    tasks = [
+        (seed + start, *(c[start : start + size] for c in columns), names, vocabulary) for start in range(0, len(layout), size)
+    ]
+    if workers <= 1:
+        return [text for task in tasks for text in _captions_of(task)]
+    with ProcessPoolExecutor(workers) as pool:
+        return [text for part in pool.map(_captions_of, tasks) for text in part]
+
+
+def tokenise(texts: list[str], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    backend = fast_backend(tokenizer)
+    ids = torch.tensor(np.array([e.ids for e in backend.encode_batch(texts)], dtype=np.int32))
+    return ids, (ids == tokenizer.eos_token_id).int().argmax(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=600_000)
+    parser.add_argument("--pairs", type=float, default=0.42)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=8)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    started = time.time()
+    names = load_names()
+    train = np.array([i for i, n in enumerate(names) if not n["held_out"]])
+    layout = random_layout(int(args.count * 1.1), train, pairs=args.pairs, seed=args.seed)
+    layout = layout[~reserved(layout)]
+    tokenizer = CLIPTokenizer.from_pretrained(TOKENIZER)
+    texts = captions_for(layout, [n["name"] for n in names], whole_words(tokenizer), seed=args.seed, workers=args.workers)
+    print("\n".join(texts[:12]), flush=True)
+    ids, end = tokenise(texts, tokenizer)
+    print(f"{len(texts)} captions, {time.time() - started:.0f} s", flush=True)
+
+    compositor = Compositor(np.load(BUILD / "sprites.npz")["rgba"], device)
+    vae = build_vae().to(device, memory_format=torch.channels_last)
+    vae.load_state_dict(load_file(BUILD / "run" / "vae.safetensors"))
+    vae.requires_grad_(False).eval()
+    latents = torch.empty(len(layout), vae.config.latent_channels, 16, 16, dtype=torch.float16)
+    if device == "cuda":
+        latents = latents.to(device)
+    for start in range(0, len(layout), 1024):
+        part = layout[slice(start, start + 1024)].to(device)
+        with torch.no_grad(), torch.autocast(device, torch.float16, enabled=device == "cuda"):
+            pictures = compositor(part).contiguous(memory_format=torch.channels_last)
+            latents[start : start + len(part)] = vae.encode(pictures).latent_dist.mode().half()
+    torch.save({"latents": latents.cpu(), "ids": ids, "end": end}, BUILD / "run" / "bank.pt")
+    print(f"bank {tuple(latents.shape)} std {latents[:4096].float().std().item():.3f}, {time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

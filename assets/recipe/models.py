@@ -1,0 +1,77 @@
+"""The shapes of the embedded Stable Diffusion base: real diffusers and transformers classes, small.
+
+Sizes are bounded by the repository (a checkout must stay light): in fp16 the autoencoder takes 6.6 MB, the text encoder
+14.3 MB (most of it CLIP's 49,408 token embeddings), the UNet 19.0 MB.
+"""
+
+from __future__ import annotations
+
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel
+
+LATENT_CHANNELS = 12
+WIDTH = 128
+
+
+def build_vae() -> AutoencoderKL:
+    """128 x 128 RGB <-> 12 x 16 x 16 latents."""
+    return AutoencoderKL(
+        block_out_channels=(32, 64, 96, 128),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=16,
+        mid_block_add_attention=False,
+        sample_size=128,
+        scaling_factor=1.0,
+    )
+
+
+def build_text_encoder() -> CLIPTextModel:
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=49408,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=77,
+            hidden_act="quick_gelu",
+            bos_token_id=49406,
+            eos_token_id=49407,
+            pad_token_id=49407,
+        )
+    )
+
+
+def build_unet() -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=16,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        block_out_channels=(96, 192),
+        down_block_types=("CrossAttnDownBlock2D",) * 2,
+        mid_block_type="UNetMidBlock2DCrossAttn",
+        up_block_types=("CrossAttnUpBlock2D",) * 2,
+        layers_per_block=1,
+        cross_attention_dim=WIDTH,
+        # diffusers reads this as the number of heads: 32 channels each
+        attention_head_dim=(3, 6),
+        norm_num_groups=32,
+        use_linear_projection=True,
+    )
+
+
+def build_scheduler() -> DDIMScheduler:
+    """v-prediction with zero terminal SNR: a flat background cannot be drawn from noise that still holds a mean."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+        set_alpha_to_one=True,
+        clip_sample=False,
+    )
