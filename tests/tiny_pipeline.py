@@ -1,0 +1,82 @@
+"""A small but real StableDiffusionPipeline with seeded random weights and the real CLIP tokenizer; used by tests through fixtures."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "bases" / "emoji-sd" / "tokenizer"
+WIDTH = 128
+
+
+def load_tokenizer() -> CLIPTokenizer:
+    """The real CLIP tokenizer, a fresh object."""
+    return CLIPTokenizer.from_pretrained(TOKENIZER)
+
+
+def build(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> StableDiffusionPipeline:
+    """Two text layers, a UNet with cross-attention at one scale, a VAE of factor 8; pictures of 64x64."""
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer()
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=77,
+            bos_token_id=49406,
+            eos_token_id=49407,
+            pad_token_id=49407,
+        )
+    )
+    # A trained encoder's states differ much from token to token; fresh weights hardly do.
+    with torch.no_grad():
+        text_encoder.get_input_embeddings().weight.mul_(30)
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=width,
+        attention_head_dim=8,
+    )
+    vae = AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(16, 16, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    pipe = StableDiffusionPipeline(
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=DDIMScheduler(clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(dtype=dtype)
+
+
+def concept(adapter, trigger: str, *, aliases=(), name: str | None = None, seed: int = 0, size: float = 1.0):
+    """A concept of random rows for an attached adapter; not loaded."""
+    made = adapter.new_concept(trigger, aliases, name)
+    generator = torch.Generator().manual_seed(seed)
+    for role in made.roles:
+        old = made.mount_rows(role)
+        rows = torch.randn(old.payload.shape, generator=generator) * size
+        made = made.with_rows(role, rows, old.gain + 0.1, old.bias + 0.3)
+    return made

@@ -1,0 +1,165 @@
+"""The file of one concept: safetensors with a JSON description in its metadata, written atomically and read with bounds.
+
+Imports safetensors, torch and errors. The header is checked (length, JSON, metadata types, tensor types and offsets) before any tensor is made.
+"""
+
+import contextlib
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+
+from tiny_engram.config import FORMAT_VERSION
+from tiny_engram.errors import TinyEngramError
+
+__all__ = ["ConceptFileError", "pack_metadata", "read", "write"]
+
+KEY = "tiny_engram"
+THUMBNAIL = "modelspec.thumbnail"
+MAX_HEADER = 4 * 2**20
+MAX_FILE = 256 * 2**20
+DTYPES = {"F8_E4M3": 1, "U8": 1, "F32": 4}
+
+
+class ConceptFileError(TinyEngramError):
+    """A file that cannot be read as a concept, or cannot be written; one line with its path."""
+
+
+def pack_metadata(described: dict[str, Any], thumbnail: str | None) -> dict[str, str]:
+    """str -> str: our JSON under one key, and the modelspec keys that model browsers show."""
+    base = described["base"]
+    packed = {
+        KEY: json.dumps(described, ensure_ascii=False, separators=(",", ":")),
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{base or 'unknown'}/tiny-engram",
+        "modelspec.implementation": "tiny-engram",
+        "modelspec.title": described["name"],
+        "modelspec.trigger_phrase": described["trigger"],
+    }
+    if thumbnail is not None:
+        if not thumbnail.startswith(("data:image/png;base64,", "data:image/webp;base64,", "data:image/jpeg;base64,")):
+            raise ConceptFileError(f"thumbnail starts with {thumbnail[:24]!r}, expected a data URI such as 'data:image/webp;base64,...'")
+        packed[THUMBNAIL] = thumbnail
+    return packed
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    """Write beside the target, flush to disk, rename over it; on any failure the old file stays and nothing is left behind."""
+    blob = save_bytes(tensors, metadata=metadata)
+    if len(blob) > MAX_FILE or struct.unpack("<Q", blob[:8])[0] > MAX_HEADER:
+        raise ConceptFileError(
+            f"{path}: the concept takes {len(blob)} bytes, expected at most {MAX_FILE}; use a smaller thumbnail or recipe"
+        )
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", suffix=".tmp", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(blob)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+        temporary = None
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise ConceptFileError(
+            f"{path}: cannot write the concept ({error.strerror or error}); free space or choose another folder"
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
+    """Tensors, our JSON, thumbnail. Raises ConceptFileError for whatever is not a sound concept file of a known version."""
+    try:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist" if not path.exists() else "is no regular file"
+            raise ConceptFileError(f"{path}: {what}, expected a concept file (.safetensors)")
+        size = path.stat().st_size
+        if size > MAX_FILE:
+            raise ConceptFileError(f"{path}: {size} bytes, expected at most {MAX_FILE}; this is no concept file")
+        blob = path.read_bytes()
+    except OSError as error:
+        raise ConceptFileError(f"{path}: cannot read the file ({error.strerror or error})") from error
+    metadata = _check_header(path, blob)
+    if KEY not in metadata:
+        raise ConceptFileError(
+            f"{path}: no {KEY!r} in its metadata, expected a concept saved by tiny-engram (is this a LoRA or another model?)"
+        )
+    try:
+        described = json.loads(metadata[KEY])
+    except (ValueError, RecursionError) as error:
+        raise ConceptFileError(f"{path}: its description is no JSON; the file is damaged, save the concept again") from error
+    version = described.get("format") if isinstance(described, dict) else None
+    if version != FORMAT_VERSION:
+        raise ConceptFileError(
+            f"{path}: format version {version!r}, expected {FORMAT_VERSION}; update tiny-engram or save the concept again"
+        )
+    try:
+        tensors = load_bytes(blob)
+    except Exception as error:
+        raise ConceptFileError(f"{path}: not a sound safetensors file ({' '.join(str(error).split())})") from error
+    return tensors, described, metadata.get(THUMBNAIL)
+
+
+def _check_header(path: Path, blob: bytes) -> dict[str, str]:
+    """The metadata, after length, JSON, types, shapes and offsets of the header were found sound."""
+
+    def refuse(what: str) -> ConceptFileError:
+        return ConceptFileError(f"{path}: not a sound safetensors file ({what}); copy or download it again")
+
+    if len(blob) < 10:
+        raise refuse(f"{len(blob)} bytes")
+    (length,) = struct.unpack("<Q", blob[:8])
+    if length > MAX_HEADER:
+        raise refuse(f"header of {length} bytes, expected at most {MAX_HEADER}")
+    if length > len(blob) - 8:
+        raise refuse(f"header of {length} bytes in a file of {len(blob)}: truncated")
+    try:
+        header = json.loads(blob[8 : 8 + length].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise refuse("its header is no JSON") from error
+    if not isinstance(header, dict):
+        raise refuse("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise refuse("metadata is not text to text")
+    data = len(blob) - 8 - length
+    for name, about in header.items():
+        try:
+            dtype, shape, (low, high) = about["dtype"], about["shape"], about["data_offsets"]
+            count = 1
+            for side in shape:
+                if not isinstance(side, int) or not 0 <= side <= MAX_FILE:
+                    raise ValueError(f"shape {shape}")
+                count *= side
+            if dtype not in DTYPES:
+                raise ValueError(f"type {dtype}")
+            if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= high <= data):
+                raise ValueError(f"offsets {low}..{high} in {data} bytes: truncated")
+            if high - low != count * DTYPES[dtype]:
+                raise ValueError(f"{high - low} bytes for {dtype} {shape}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise refuse(f"tensor {name!r}: {error}") from error
+    return metadata

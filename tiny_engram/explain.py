@@ -1,0 +1,161 @@
+"""Which spans fire in a prompt, which triggers were seen but did not, and why. May import triggers, matching, boundaries and store."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tiny_engram.boundaries import CUT, FUSED, REASONS
+from tiny_engram.matching import Matches, TriggerIndex
+from tiny_engram.triggers import CompiledTrigger, encode_with_offsets
+
+__all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class FiredSpan:
+    """A span that fires: token positions `[start, end)` as the encoder gets them."""
+
+    name: str
+    start: int
+    end: int
+    text: str
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unfired:
+    """A trigger that was seen but does not fire, its first token position, and why."""
+
+    name: str
+    text: str
+    start: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExplanation:
+    """One prompt at one encoder. `tokens` are the tokens inside the text window, begin and end included, padding left out."""
+
+    role: str
+    prompt: str
+    negative: bool
+    tokens: tuple[str, ...]
+    fired: tuple[FiredSpan, ...]
+    unfired: tuple[Unfired, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` found: one entry per prompt and encoder, prompts first, then negative prompts."""
+
+    prompts: tuple[PromptExplanation, ...]
+
+    @property
+    def fired(self) -> tuple[FiredSpan, ...]:
+        """All fired spans."""
+        return tuple(span for prompt in self.prompts for span in prompt.fired)
+
+    @property
+    def unfired(self) -> tuple[Unfired, ...]:
+        """All triggers seen that did not fire."""
+        return tuple(seen for prompt in self.prompts for seen in prompt.unfired)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "prompts": [
+                {**asdict(p), "tokens": list(p.tokens), "fired": [asdict(f) for f in p.fired], "unfired": [asdict(u) for u in p.unfired]}
+                for p in self.prompts
+            ]
+        }
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for p in self.prompts:
+            lines.append(f"{'negative prompt' if p.negative else 'prompt'} {p.prompt!r} at {p.role} ({len(p.tokens)} tokens)")
+            lines += [f"  fires: {f.name} at tokens {f.start}..{f.end - 1} ({f.text!r}), strength {f.strength:g}" for f in p.fired]
+            lines += [f"  does not fire: {u.name} at token {u.start} ({u.text!r}): {u.reason}" for u in p.unfired]
+            if not p.fired and not p.unfired:
+                lines.append("  no trigger")
+        return "\n".join(lines)
+
+
+def explain_prompt(
+    text: str,
+    *,
+    role: str,
+    negative: bool,
+    tokenizer: Any,
+    index: TriggerIndex,
+    strengths: Mapping[str, float],
+    silent: Mapping[str, tuple[CompiledTrigger, str]],
+) -> PromptExplanation:
+    """Explain one prompt at one encoder.
+
+    Args:
+        text: the prompt.
+        role, negative: copied into the result.
+        tokenizer: the pipeline's tokenizer of that encoder.
+        index: the encoder's trigger index.
+        strengths: strength of each active concept.
+        silent: concepts that are loaded but off -> (compiled trigger, why).
+    """
+    ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
+    window = list(tokenizer([text], padding=False, truncation=True, max_length=tokenizer.model_max_length).input_ids[0])
+    # The window's last token is the end token; the text's own tokens end before it.
+    limit = len(ids) if len(window) == len(ids) else len(window) - 1
+
+    def words(start: int, length: int) -> str:
+        return text[offsets[start][0] : offsets[min(start + length, len(offsets)) - 1][1]]
+
+    def spans(found: Matches, source: TriggerIndex) -> list[tuple[str, int, int]]:
+        return [
+            (source.entries[e].name, s, n)
+            for s, n, e in zip(found.start.tolist(), found.length.tolist(), found.entry.tolist(), strict=True)
+        ]
+
+    fired = [FiredSpan(name, s, s + n, words(s, n), strengths[name]) for name, s, n in spans(index.match([window]), index)]
+    seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}
+
+    def note(name: str, start: int, length: int, reason: str) -> None:
+        seen.setdefault((name, start), Unfired(name, words(start, length), start, reason))
+
+    for name, s, n in spans(index.match([ids]), index):
+        if s + n > limit:
+            half = "cut in half by" if s < limit else "beyond"
+            note(name, s, n, f"truncated: {half} the encoder's {tokenizer.model_max_length} tokens")
+    for place in index.near([ids]):
+        note(index.entries[place.entry].name, place.start, place.length, REASONS[place.code])
+    if silent:
+        off = TriggerIndex(index.edges)
+        for name, (compiled, _) in silent.items():
+            off.add(name, compiled)
+        for name, s, n in spans(off.match([ids]), off):
+            note(name, s, n, silent[name][1])
+    compiled_by_name = {name: index.compiled(name) for name in strengths} | {name: c for name, (c, _) in silent.items()}
+    for name, compiled in compiled_by_name.items():
+        for low, high in _occurrences(text, compiled):
+            start = next((k for k, (a, b) in enumerate(offsets) if a < b and b > low), None)
+            if start is None or any(key[0] == name and key[1] == start for key in seen):
+                continue
+            other = next((f for f in fired if f.start <= start < f.end), None)
+            edge_cut = _is_word(text[low - 1 : low]) and _is_word(text[low]) or _is_word(text[high - 1]) and _is_word(text[high : high + 1])
+            if other is not None:
+                reason = f"covered by the longer or earlier trigger of {other.name!r}"
+            else:
+                reason = REASONS[CUT] if edge_cut else REASONS[FUSED]
+            seen[name, start] = Unfired(name, text[low:high], start, reason)
+    unfired = sorted((u for u in seen.values() if u.reason), key=lambda u: (u.start, u.name))
+    tokens = tuple(tokenizer.convert_ids_to_tokens(window))
+    return PromptExplanation(role, text, negative, tokens, tuple(fired), tuple(unfired))
+
+
+def _occurrences(text: str, compiled: CompiledTrigger) -> list[tuple[int, int]]:
+    """Character spans where the trigger's spellings stand in the text, in any case, inside words too."""
+    found = {m.span() for s in compiled.spellings for m in re.finditer(r"\s+".join(map(re.escape, s.split())), text, re.IGNORECASE)}
+    return sorted(found)
+
+
+def _is_word(char: str) -> bool:
+    return bool(char) and (char.isalnum() or char == "_")

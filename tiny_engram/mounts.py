@@ -1,0 +1,228 @@
+"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import store, residual and errors.
+
+Hooks are plain callables in torch's hook dictionaries, never modules: the encoder's module tree and state dict stay as they were. A
+hook that finds itself on another module (a deep copy, an unpickled encoder) has lost its concepts and says so.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.store import ConceptStore, Fired
+
+__all__ = ["CallHook", "MountError", "SpanMount", "remove_strays"]
+
+
+class MountError(TinyEngramError):
+    """A mount that cannot do its work: what the pipeline consumes would not hold the concepts."""
+
+
+class CallHook:
+    """One entry in a module's hook dictionary. `strict` hooks raise on a module that is not theirs, others stay silent there."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], owner: Any, *, pre: bool, strict: bool, always: bool = False) -> None:
+        self._module = weakref.ref(module)
+        self._call: Callable[..., Any] | None = call
+        self.owner = owner
+        self.pre, self.strict, self.always = pre, strict, always
+        self._handle: Any = None
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        if self._call is not None and self._module() is module:
+            return self._call(*arguments)
+        if self.strict:
+            raise MountError(
+                f"this {type(module).__name__} is a copy of an encoder with concepts attached, and the copy has none; "
+                "call tiny_engram.attach on its pipeline (and load the concepts there) or detach before copying"
+            )
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CallHook":
+        return self._stray(self.strict, self.pre)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallHook._stray, (self.strict, self.pre)
+
+    @staticmethod
+    def _stray(strict: bool, pre: bool) -> "CallHook":
+        """A hook without module and owner, as copies and pickles get."""
+        hook = CallHook.__new__(CallHook)
+        hook._module, hook._call, hook.owner, hook._handle = (lambda: None), None, None, None
+        hook.pre, hook.strict, hook.always = pre, strict, False
+        return hook
+
+    @property
+    def attached(self) -> bool:
+        """Is the hook still in its module's dictionary?"""
+        module = self._module()
+        return module is not None and any(hook is self for hook in _hooks(module, self.pre).values())
+
+    def attach(self) -> None:
+        """Put the hook (back) into its module's dictionary; nothing happens if it is there."""
+        module = self._module()
+        if module is None or self.attached:
+            return
+        if self.pre:
+            self._handle = module.register_forward_pre_hook(self, with_kwargs=True)
+        else:
+            self._handle = module.register_forward_hook(self, with_kwargs=True, always_call=self.always)
+
+    def detach(self) -> None:
+        """Take the hook out of its module's dictionary."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _hooks(module: nn.Module, pre: bool) -> dict[int, Any]:
+    return module._forward_pre_hooks if pre else module._forward_hooks
+
+
+def hooks_of(module: nn.Module) -> list[CallHook]:
+    """Our hooks on a module and its children."""
+    return [h for m in module.modules() for pre in (True, False) for h in _hooks(m, pre).values() if isinstance(h, CallHook)]
+
+
+def remove_strays(module: nn.Module) -> int:
+    """Remove hooks that a copy or a pickle left behind; returns how many."""
+    count = 0
+    for child in module.modules():
+        for hooks, with_kwargs in (
+            (child._forward_pre_hooks, child._forward_pre_hooks_with_kwargs),
+            (child._forward_hooks, child._forward_hooks_with_kwargs),
+        ):
+            for key in [k for k, hook in hooks.items() if isinstance(hook, CallHook) and hook._module() is not child]:
+                del hooks[key]
+                with_kwargs.pop(key, None)
+                child._forward_hooks_always_called.pop(key, None)
+                count += 1
+    return count
+
+
+class _Call(threading.local):
+    """What one thread's current encoder call carries from the pre-hook to the hooks after it."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.shape: tuple[int, ...] = ()
+        self.plan: list[Fired] = []
+        self.skipped: list[Fired] = []
+
+
+class SpanMount:
+    """Adds the residual of every fired span to an encoder's last hidden state.
+
+    Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
+    pooled vectors and other states are passed on as they are. With clip_skip the pipeline applies the final norm itself to an earlier
+    state; `final_norm` calls from outside the encoder's own forward get the residual too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        store: ConceptStore,
+        *,
+        role: str,
+        tokenizer: Any = None,
+        owner: Any = None,
+        final_norm: nn.Module | None = None,
+    ) -> None:
+        self.role = role
+        self.store = store
+        self.tokenizer = tokenizer
+        self.on_fire: Callable[[str, list[Fired]], None] | None = None
+        self.calls = 0
+        self.seconds = 0.0
+        self._module = weakref.ref(module)
+        self._state = _Call()
+        self.hooks = [
+            CallHook(module, self._before, owner, pre=True, strict=True),
+            CallHook(module, self._after, owner, pre=False, strict=True, always=True),
+        ]
+        if final_norm is not None:
+            self.hooks.append(CallHook(final_norm, self._norm, owner, pre=False, strict=False))
+
+    @property
+    def module(self) -> nn.Module:
+        """The encoder. Raises MountError once it is gone."""
+        module = self._module()
+        if module is None:
+            raise MountError(f"the encoder of role {self.role!r} is gone; attach to the pipeline again")
+        return module
+
+    @property
+    def attached(self) -> bool:
+        """Are all hooks still registered?"""
+        return all(hook.attached for hook in self.hooks)
+
+    def attach(self) -> None:
+        """Register the hooks that are not."""
+        for hook in self.hooks:
+            hook.attach()
+
+    def detach(self) -> None:
+        """Remove the hooks; the encoder is as it was."""
+        for hook in self.hooks:
+            hook.detach()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------------
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin = time.perf_counter()
+        state = self._state
+        state.inside, state.plan, state.skipped, state.shape = True, [], [], ()
+        self.calls += 1
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if len(self.store):
+            if not isinstance(ids, torch.Tensor):
+                raise MountError(
+                    f"the encoder of role {self.role!r} was called without input_ids; concepts need token ids: pass them, or detach"
+                )
+            ids = ids.reshape(-1, ids.shape[-1])
+            state.shape = tuple(ids.shape)
+            state.plan = self.store.plan(ids)
+            if kwargs.get("output_hidden_states"):
+                state.skipped = state.plan
+            if state.plan and self.on_fire is not None:
+                self.on_fire(self.role, state.plan)
+        self.seconds += time.perf_counter() - begin
+
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        begin = time.perf_counter()
+        state = self._state
+        state.inside, plan = False, state.plan
+        state.plan = []
+        if not plan or output is None:  # None: the forward raised
+            self.seconds += time.perf_counter() - begin
+            return None
+        if isinstance(output, torch.Tensor):
+            result: Any = self._apply(output, plan)
+        elif isinstance(output, tuple):
+            result = (self._apply(output[0], plan), *output[1:])
+        else:
+            result = type(output)(**{**output, "last_hidden_state": self._apply(output["last_hidden_state"], plan)})
+        self.seconds += time.perf_counter() - begin
+        return result
+
+    def _norm(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
+        """The final norm, called by the pipeline itself on an earlier state of the last encode (clip_skip)."""
+        state = self._state
+        if state.inside or not state.skipped or tuple(output.shape[:2]) != state.shape:
+            return None
+        plan, state.skipped = state.skipped, []
+        return self._apply(output, plan)
+
+    def _apply(self, hidden: torch.Tensor, plan: list[Fired]) -> torch.Tensor:
+        """All residuals; the spans never overlap, so their order does not matter."""
+        expected = (*self._state.shape, self.store.width)
+        if tuple(hidden.shape) != expected:
+            raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")
+        for fired in plan:
+            hidden = fired.apply(hidden)
+        return hidden

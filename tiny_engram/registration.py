@@ -1,0 +1,151 @@
+"""What registering a trigger would mean: tokens, rows, collisions, near misses, warnings. May import triggers, matching and store."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tiny_engram.boundaries import CUT, REASONS, backend_of
+from tiny_engram.config import ConceptConfig
+from tiny_engram.matching import TriggerIndex
+from tiny_engram.store import ConceptStore
+from tiny_engram.triggers import COMMON_WORDS, CompiledTrigger, text_window
+
+__all__ = ["NearMiss", "RegistrationReport", "RoleReport", "report_role"]
+
+MOST_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """A spelling close to the trigger: does it fire, and if not, why."""
+
+    text: str
+    fires: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleReport:
+    """The trigger at one encoder.
+
+    `tokens` holds the tokens of each variant; `rows` counts table rows over all positions and mounts; `collisions` how often the
+    rows' address had to move; `window` how many tokens of a prompt the encoder reads (None: no limit).
+    """
+
+    role: str
+    tokens: tuple[tuple[str, ...], ...]
+    groups: int
+    positions: int
+    rows: int
+    collisions: int
+    window: int | None
+    fused: tuple[str, ...]
+    near_misses: tuple[NearMiss, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationReport:
+    """Per encoder role, what registering a trigger would mean; `taken_by` lists loaded concepts with the same sequences."""
+
+    trigger: str
+    aliases: tuple[str, ...]
+    name: str
+    roles: Mapping[str, RoleReport]
+    absent: tuple[str, ...]
+    taken_by: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "trigger": self.trigger,
+            "aliases": list(self.aliases),
+            "name": self.name,
+            "roles": {role: _lists(asdict(report)) for role, report in self.roles.items()},
+            "absent": list(self.absent),
+            "taken_by": list(self.taken_by),
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        also = f" (also {', '.join(map(repr, self.aliases))})" if self.aliases else ""
+        lines = [f"trigger {self.trigger!r}{also}"]
+        for role, r in self.roles.items():
+            window = "no limit" if r.window is None else f"{r.window} tokens"
+            lines.append(f"  {role}: {r.positions} positions, {r.rows} rows, {r.collisions} collisions, text window {window}")
+            lines += [f"    tokens: {' '.join(tokens)}" for tokens in r.tokens]
+            lines += [f"    near miss {n.text!r}: {'fires, ' if n.fires else ''}{n.reason}" for n in r.near_misses]
+        lines += [f"  absent by design: {', '.join(self.absent)}"] if self.absent else []
+        lines += [f"  already registered by {name!r}" for name in self.taken_by]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(v) for key, v in value.items()}
+    return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def close_spellings(trigger: str) -> list[str]:
+    """Spellings that differ a little: plural, another number, glued or spaced parts, other dashes, a letter in front."""
+    bare = trigger.replace("-", "").replace("_", "").replace(" ", "")
+    spellings = [trigger + tail for tail in ("s", "'s", "9", "-2", "ish")] + ["x" + trigger, "re-" + trigger, bare]
+    for dash in "-_ ":
+        if dash in trigger:
+            spellings += [trigger.replace(dash, other) for other in (" ", "-", "_", "\u2013", "\u2011") if other != dash]
+    return [s for s in dict.fromkeys(spellings) if s.lower() != trigger.lower()]
+
+
+def words_around(trigger: str, tokenizer: Any) -> list[str]:
+    """Words of the built-in list and of the tokenizer's vocabulary that hold the trigger."""
+    lowered = trigger.lower()
+    if len(lowered) < 2:
+        return []
+    vocab = (token.removesuffix("</w>").lstrip("\u2581\u0120") for token in backend_of(tokenizer).get_vocab())
+    found = {word.lower() for word in vocab if lowered in word.lower() and word.isalpha() and word.isascii()}
+    found |= {word for word in COMMON_WORDS if lowered in word}
+    return sorted(found - {lowered, lowered + "s"}, key=lambda w: (len(w), w))[:MOST_WORDS]
+
+
+def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) -> list[NearMiss]:
+    """Close spellings and words that hold the trigger, each really matched in a prompt."""
+    index = TriggerIndex(store.index.edges)
+    index.add("trigger", compiled)
+    found: list[NearMiss] = []
+    known = {s.lower() for s in compiled.spellings}
+    for word in [*close_spellings(compiled.text), *words_around(compiled.text, tokenizer)]:
+        if word.lower() in known:
+            continue
+        ids = [tokenizer(f"a photo of {word} on a table", add_special_tokens=True).input_ids]
+        blocked = index.near(ids)
+        if len(index.match(ids)):
+            # "trigger's" and "re-trigger" hold the trigger as a word of its own.
+            inside = re.search(rf"(?<!\w){re.escape(compiled.text)}(?!\w)", word, re.IGNORECASE)
+            found.append(NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids"))
+        else:
+            reason = REASONS[blocked[0].code] if blocked else "has other token ids"
+            found.append(NearMiss(word, False, REASONS[CUT] if blocked and blocked[0].code == CUT else reason))
+    return found
+
+
+def report_role(
+    role: str, compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, config: ConceptConfig, mounts: int
+) -> RoleReport:
+    """The report of one encoder; nothing is registered."""
+    bank = store.bank_for(config)
+    free = bank.find_place(compiled.groups)
+    return RoleReport(
+        role=role,
+        tokens=tuple(tuple(tokenizer.convert_ids_to_tokens(list(v.ids))) for v in compiled.variants),
+        groups=len(compiled.groups),
+        positions=compiled.positions,
+        rows=mounts * int(torch.tensor(free.row_ids.shape).prod()),
+        collisions=free.counter,
+        window=text_window(tokenizer),
+        fused=compiled.fused,
+        near_misses=tuple(near_misses(compiled, tokenizer, store)),
+    )
