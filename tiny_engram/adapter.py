@@ -1,33 +1,18 @@
-"""What a pipeline carries: concepts loaded by name, switched, explained and taken out again.
+"""`attach(pipe)` and the adapter's verbs as functions that take the pipeline.
 
-May import everything below it; pipelines/families.py says what the pipeline consists of. Hooks on the encoder hold the adapter, the
-adapter holds pipeline and encoders weakly: nothing is kept alive, nothing is added to the module tree.
+May import everything below it; pipelines/families.py says what a pipeline consists of.
 """
 
-import logging
-import warnings
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
+from torch import nn
 
-from tiny_engram.boundaries import EdgeTables
-from tiny_engram.concept import Concept, RoleRows
-from tiny_engram.config import ConceptConfig
+from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.explain import Explanation, explain_prompt
-from tiny_engram.matching import TriggerIndex
-from tiny_engram.mounts import CallHook, MountError, SpanMount, hooks_of, remove_strays
-from tiny_engram.probe import probe
-from tiny_engram.registration import RegistrationReport, report_role
-from tiny_engram.residual import Spans
-from tiny_engram.store import ConceptStore, Fired, checked_strength
-from tiny_engram.tokenizer import CompressedTokenizer
-from tiny_engram.triggers import CompiledTrigger, compile_trigger, without_added_tokens
+from tiny_engram.mounts import hooks_of, remove_strays
 
 __all__ = [
     "EngramAdapter",
@@ -47,398 +32,6 @@ __all__ = [
     "unload_concept",
 ]
 
-logger = logging.getLogger(__name__)
-MOUNT = "span"
-
-
-@dataclass(slots=True)
-class _Loaded:
-    concept: Concept
-    compiled: Mapping[str, CompiledTrigger]
-    strength: float
-    active: bool = True
-
-
-class EngramAdapter:
-    """Concepts on one pipeline; made by `attach(pipe)`.
-
-    Attributes:
-        mounts: role -> SpanMount, one for each text encoder.
-        absent: roles of the family that this pipeline has no encoder for, by design.
-    """
-
-    def __init__(self, pipe: Any, family: Any) -> None:
-        self._pipe = weakref.ref(pipe)
-        self.family = family
-        self.mounts: dict[str, SpanMount] = {}
-        self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
-        self._concepts: dict[str, _Loaded] = {}
-        self._enabled = True
-        self._calls_seen: dict[str, int] = {}
-        self._warned = False
-        for spec in family.encoders:
-            if spec.role in self.absent:
-                continue
-            encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
-            base = without_added_tokens(tokenizer)
-            compressed = CompressedTokenizer(base, pad_id=tokenizer.pad_token_id)
-            store = ConceptStore(EdgeTables.of(tokenizer), compressed, width=encoder.config.hidden_size)
-            norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-            self.mounts[spec.role] = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=self, final_norm=norm)
-        self._denoiser_hook = CallHook(getattr(pipe, family.denoiser), self._before_denoiser, self, pre=True, strict=False)
-
-    # -- the pipeline --------------------------------------------------------------------------------------------------------
-
-    @property
-    def pipe(self) -> Any:
-        """The pipeline. Raises TinyEngramError once it is gone (the adapter does not keep it alive)."""
-        pipe = self._pipe()
-        if pipe is None:
-            raise TinyEngramError("the pipeline of this adapter is gone; keep a reference to it, or attach to another")
-        return pipe
-
-    @property
-    def seconds(self) -> float:
-        """Seconds spent in our hooks around the encoders since attach."""
-        return sum(mount.seconds for mount in self.mounts.values())
-
-    @property
-    def base(self) -> str:
-        """Short id of the base model: the last part of where the pipeline was loaded from."""
-        config = getattr(self.pipe, "config", {})
-        return Path(str(config.get("_name_or_path") or "")).name
-
-    def _attach(self) -> None:
-        for mount in self.mounts.values():
-            mount.attach()
-        self._denoiser_hook.attach()
-        try:
-            probe(self.pipe, self.family, self.mounts)
-        except BaseException:
-            self.detach()
-            raise
-        for mount in self.mounts.values():
-            mount.on_fire = self._log
-
-    def detach(self) -> None:
-        """Take all hooks out and forget all concepts; the pipeline is as it was before `attach`."""
-        for name in list(self._concepts):
-            self.unload_concept(name)
-        for mount in self.mounts.values():
-            mount.detach()
-        self._denoiser_hook.detach()
-
-    def _log(self, role: str, plan: list[Fired]) -> None:
-        for fired in plan:
-            places = zip(fired.spans.batch.tolist(), fired.spans.start.tolist(), fired.spans.length.tolist(), strict=True)
-            text = ", ".join(f"row {b} tokens {s}..{s + n - 1}" for b, s, n in places)
-            logger.info("concept %r fires at %s: %s (strength %g)", fired.name, role, text, self._concepts[fired.name].strength)
-
-    def _before_denoiser(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Were the prompts of this run really encoded with the concepts?"""
-        if not self.get_active_concepts():
-            return
-        pipe = self._pipe()
-        for spec in self.family.encoders:
-            mount = self.mounts.get(spec.role)
-            if mount is None:
-                continue
-            if pipe is not None and getattr(pipe, spec.encoder) is not mount.module:
-                raise MountError(
-                    f"{spec.encoder} of the pipeline was replaced after attach, so no concept reached it; detach and attach again"
-                )
-            if not mount.attached:
-                mount.attach()
-                raise MountError(
-                    f"another feature removed the hooks of role {mount.role!r}, so this prompt was encoded without its concepts; "
-                    "they are back now: run the call again"
-                )
-        if not self._warned and all(mount.calls == self._calls_seen.get(role) for role, mount in self.mounts.items()):
-            self._warned = True
-            warnings.warn(
-                f"concepts {self.get_active_concepts()} are active, but no prompt was encoded since they were last changed: "
-                "prompt_embeds made elsewhere do not hold them; make them with adapter.encode(prompt)",
-                stacklevel=2,
-            )
-
-    # -- concepts ------------------------------------------------------------------------------------------------------------
-
-    def load_concept(
-        self,
-        source: Concept | str | Path,
-        name: str | None = None,
-        strength: float = 1.0,
-        *,
-        rename: bool = False,
-        trigger: str | None = None,
-    ) -> str:
-        """Load one concept and switch it on; returns the name it goes by.
-
-        Args:
-            source: a Concept, or the path of a concept file.
-            name: the name here; None takes the file's.
-            strength: factor of the residual; 0 is bit-identical to the base.
-            rename: take "name-2" and so on if the name is taken, instead of raising.
-            trigger: fire on this text instead of the file's; it must take as many tokens.
-
-        Raises:
-            TinyEngramError: made for another tokenizer, width or set of encoders; name or trigger taken; nothing is loaded then.
-        """
-        concept = source if isinstance(source, Concept) else Concept.load(source)
-        strength = checked_strength(strength)
-        name = self._free_name(name or concept.name, rename)
-        missing = sorted(set(self.mounts) - set(concept.roles))
-        extra = sorted(set(concept.roles) - set(self.mounts))
-        if missing or extra:
-            raise TinyEngramError(
-                f"concept {name!r} is for encoders {sorted(concept.roles)}, this pipeline has {sorted(self.mounts)}; load it into the base it was made for"
-            )
-        compiled = {role: self._matching_trigger(name, concept, concept.roles[role], mount, trigger) for role, mount in self.mounts.items()}
-        for role, mount in self.mounts.items():
-            for owner, text in mount.store.index.conflicts(compiled[role]).items():
-                raise TinyEngramError(
-                    f"trigger {text!r} of concept {name!r} is already registered by concept {owner!r}; unload that one, or load with trigger='another word'"
-                )
-        if concept.base and self.base and concept.base != self.base:
-            logger.warning(
-                "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ",
-                name,
-                concept.base,
-                self.base,
-            )
-        added: list[str] = []
-        try:
-            for role, mount in self.mounts.items():
-                counter = mount.store.add(name, compiled[role], concept.mount_rows(role, MOUNT), concept.config, strength)
-                added.append(role)
-                if counter:
-                    logger.info("rows of concept %r collided at %s: moved %d times", name, role, counter)
-        except Exception:
-            for role in added:
-                self.mounts[role].store.remove(name)
-            raise
-        self._concepts[name] = _Loaded(concept, compiled, strength)
-        self._refresh(name)
-        return name
-
-    def _free_name(self, name: str, rename: bool) -> str:
-        if name not in self._concepts:
-            return name
-        if not rename:
-            raise TinyEngramError(f"concept {name!r} is already loaded; give name='another', rename=True, or unload it first")
-        return next(f"{name}-{k}" for k in range(2, len(self._concepts) + 3) if f"{name}-{k}" not in self._concepts)
-
-    def _matching_trigger(self, name: str, concept: Concept, rows: RoleRows, mount: SpanMount, trigger: str | None) -> CompiledTrigger:
-        """The concept's sequences as this pipeline's tokenizer gives them, in the order of the file's rows."""
-        store = mount.store
-        if rows.width != store.width:
-            raise TinyEngramError(
-                f"concept {name!r} has width {rows.width} at {mount.role}, expected {store.width}; it was made for another base"
-            )
-        if rows.fingerprint != store.compressed.fingerprint:
-            raise TinyEngramError(
-                f"concept {name!r} was made with tokenizer {rows.fingerprint[:12]} at {mount.role}, expected {store.compressed.fingerprint[:12]}; it was made for another base"
-            )
-        if trigger is not None:
-            return self._renamed(name, rows, compile_trigger(trigger, mount.tokenizer, compressed=store.compressed))
-        now = compile_trigger(concept.trigger, mount.tokenizer, concept.aliases, compressed=store.compressed)
-        canonical = {v.ids: now.groups[v.group].canonical for v in now.variants}
-        for variant in rows.variants:
-            if canonical.get(variant.ids) != rows.groups[variant.group].canonical:
-                raise TinyEngramError(
-                    f"concept {name!r}: the file says {variant.text!r} is {list(variant.ids)}, this tokenizer says "
-                    f"{[list(v.ids) for v in now.variants if v.text == variant.text]}; it was made with another version of the tokenizer"
-                )
-        return CompiledTrigger(now.text, now.aliases, rows.variants, rows.groups, now.fused, now.warnings)
-
-    @staticmethod
-    def _renamed(name: str, rows: RoleRows, compiled: CompiledTrigger) -> CompiledTrigger:
-        """Another trigger on the rows of the concept's first spelling."""
-        length, expected = len(compiled.groups[0].canonical), len(rows.groups[0].canonical)
-        if length != expected or len(compiled.groups) != len(rows.groups):
-            raise TinyEngramError(
-                f"trigger {compiled.text!r} takes {length} tokens, expected {expected} as in {rows.groups[0].text!r} of concept {name!r} (and no aliases); "
-                "choose another word"
-            )
-        return compiled
-
-    def _known(self, name: str) -> _Loaded:
-        if name not in self._concepts:
-            raise TinyEngramError(f"no concept {name!r}; known: {', '.join(map(repr, self._concepts)) or 'none loaded'}")
-        return self._concepts[name]
-
-    def _refresh(self, name: str) -> None:
-        """Bring the mounts in line with what the concept's switches say."""
-        loaded = self._concepts[name]
-        for mount in self.mounts.values():
-            mount.store.set_strength(name, loaded.strength if loaded.active and self._enabled else 0.0)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._calls_seen = {role: mount.calls for role, mount in self.mounts.items()}
-        self._warned = False
-
-    def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
-        """Make exactly these concepts active; strengths None keeps each one's own. Unknown names raise and list the known ones."""
-        names = [names] if isinstance(names, str) else list(names)
-        loaded = [self._known(name) for name in names]
-        if strengths is None:
-            values = [entry.strength for entry in loaded]
-        elif isinstance(strengths, int | float):
-            values = [checked_strength(strengths)] * len(names)
-        else:
-            values = [checked_strength(value) for value in strengths]
-        if len(values) != len(names):
-            raise TinyEngramError(f"{len(values)} strengths for {len(names)} concepts, expected one each")
-        for entry in self._concepts.values():
-            entry.active = False
-        for entry, value in zip(loaded, values, strict=True):
-            entry.active, entry.strength = True, value
-        for name in self._concepts:
-            self._refresh(name)
-
-    def set_strength(self, name: str, value: float) -> None:
-        """Strength of one concept; takes effect at the next encode. 0 is bit-identical to the base."""
-        self._known(name).strength = checked_strength(value)
-        self._refresh(name)
-
-    def enable_concepts(self) -> None:
-        """Undo `disable_concepts`."""
-        self._switch(True)
-
-    def disable_concepts(self) -> None:
-        """Switch all concepts off without unloading them: bit-identical to the base."""
-        self._switch(False)
-
-    def _switch(self, enabled: bool) -> None:
-        self._enabled = enabled
-        for name in self._concepts:
-            self._refresh(name)
-
-    def unload_concept(self, name: str | None = None) -> None:
-        """Remove one concept, or all of them; the base is bit-identical again."""
-        for each in list(self._concepts) if name is None else [name]:
-            self._known(each)
-            for mount in self.mounts.values():
-                mount.store.remove(each)
-            del self._concepts[each]
-        self._changed()
-
-    def delete_concept(self, names: str | Sequence[str]) -> None:
-        """Remove the named concepts, all or none: an unknown name raises before anything is removed."""
-        names = [names] if isinstance(names, str) else list(names)
-        for name in names:
-            self._known(name)
-        for name in dict.fromkeys(names):
-            self.unload_concept(name)
-
-    def get_list_concepts(self) -> list[str]:
-        """Names of all loaded concepts, in the order of loading."""
-        return list(self._concepts)
-
-    def get_active_concepts(self) -> list[str]:
-        """Names of the concepts that can fire: enabled, active, strength not 0."""
-        return [name for name, entry in self._concepts.items() if self._enabled and entry.active and entry.strength != 0.0]
-
-    def concept(self, name: str) -> Concept:
-        """A loaded concept."""
-        return self._known(name).concept
-
-    def strength(self, name: str) -> float:
-        """A loaded concept's own strength, whether it is active or not."""
-        return self._known(name).strength
-
-    # -- registering and training --------------------------------------------------------------------------------------------
-
-    def compile(self, trigger: str, aliases: Sequence[str] = ()) -> dict[str, CompiledTrigger]:
-        """The trigger as each encoder's tokenizer sees it. Raises TriggerError for one that cannot be registered."""
-        return {
-            role: compile_trigger(trigger, mount.tokenizer, aliases, compressed=mount.store.compressed)
-            for role, mount in self.mounts.items()
-        }
-
-    def register(
-        self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
-    ) -> RegistrationReport:
-        """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
-        compiled = self.compile(trigger, aliases)
-        config = config or ConceptConfig()
-        roles = {role: report_role(role, compiled[role], m.tokenizer, m.store, config, 1) for role, m in self.mounts.items()}
-        first = next(iter(compiled.values()))
-        taken = {owner for role, m in self.mounts.items() for owner in m.store.index.conflicts(compiled[role])}
-        warned = dict.fromkeys(w for c in compiled.values() for w in c.warnings)
-        return RegistrationReport(first.text, first.aliases, name or first.text, roles, self.absent, tuple(sorted(taken)), tuple(warned))
-
-    def new_concept(
-        self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
-    ) -> Concept:
-        """An untrained concept (rows zero) for this pipeline; not loaded."""
-        return Concept.new(
-            self.compile(trigger, aliases),
-            widths={role: mount.store.width for role, mount in self.mounts.items()},
-            fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
-            mounts=(MOUNT,),
-            name=name,
-            config=config,
-            base=self.base,
-        )
-
-    def spans(self, concept: Concept, input_ids: torch.Tensor, role: str | None = None) -> Spans:
-        """Where a concept (loaded or not) would fire alone: input_ids int64 `[batch, time]` -> Spans, for `apply_concept`."""
-        role = role or next(iter(self.mounts))
-        place = concept.roles[role]
-        index = TriggerIndex(self.mounts[role].store.index.edges)
-        index.add(concept.name, CompiledTrigger(concept.trigger, concept.aliases, place.variants, place.groups))
-        found = index.match(input_ids.detach().cpu().numpy())
-        offsets = [index.entries[e].group.offset for e in found.entry.tolist()]
-        return Spans.of(zip(found.batch.tolist(), found.start.tolist(), found.length.tolist(), offsets, strict=True))
-
-    # -- prompts -------------------------------------------------------------------------------------------------------------
-
-    def encode(
-        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Prompt embeds (and negative ones, if given) with the concepts in, as the denoiser takes them: `[batch, time, width]`."""
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        negative = None if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else list(negative_prompt)
-        if negative is not None and len(negative) == 1:
-            negative = negative * len(prompts)
-        with torch.no_grad():
-            embeds, negative_embeds = self.family.encode(self.pipe, prompts, negative, num_images_per_prompt)
-        return embeds, negative_embeds if negative is not None else None
-
-    def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
-        """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
-        pairs = [(text, False) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        negatives = [] if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else negative_prompt
-        pairs += [(text, True) for text in negatives]
-        active = self.get_active_concepts()
-        strengths = {name: self._concepts[name].strength for name in active}
-        found = []
-        for text, negative in pairs:
-            for role, mount in self.mounts.items():
-                silent = {
-                    name: (entry.compiled[role], self._why_off(entry)) for name, entry in self._concepts.items() if name not in strengths
-                }
-                converted = self.pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(self.pipe, "maybe_convert_prompt") else text
-                found.append(
-                    explain_prompt(
-                        converted,
-                        role=role,
-                        negative=negative,
-                        tokenizer=mount.tokenizer,
-                        index=mount.store.index,
-                        strengths=strengths,
-                        silent=silent,
-                    )
-                )
-        return Explanation(tuple(found))
-
-    def _why_off(self, entry: _Loaded) -> str:
-        if not self._enabled:
-            return "all concepts are disabled (enable_concepts)"
-        return "strength is 0" if entry.active else "not among the active concepts (set_concepts)"
-
 
 def get_adapter(pipe: Any) -> EngramAdapter:
     """The adapter of a pipeline. Raises TinyEngramError if there is none."""
@@ -449,7 +42,7 @@ def get_adapter(pipe: Any) -> EngramAdapter:
 
 
 def _find_adapter(pipe: Any) -> EngramAdapter | None:
-    modules = [m for m in vars(pipe).values() if isinstance(m, torch.nn.Module)]
+    modules = [m for m in vars(pipe).values() if isinstance(m, nn.Module)]
     owners = [hook.owner for module in modules for hook in hooks_of(module) if hook.owner is not None]
     return next((owner for owner in owners if isinstance(owner, EngramAdapter)), None)
 
@@ -458,7 +51,7 @@ def attach(pipe: Any) -> EngramAdapter:
     """Carry concepts on a pipeline; probes that what the denoiser consumes follows them.
 
     Raises:
-        TinyEngramError: unknown kind of pipeline, no text encoder, an adapter is there already (also on a pipeline that shares the encoder).
+        TinyEngramError: unknown kind of pipeline, no text encoder, or an adapter is there already (also through a shared encoder).
         MountError: the probe found an encoder whose states do not reach the denoiser.
     """
     families = import_module("tiny_engram.pipelines.families")
@@ -476,70 +69,37 @@ def attach(pipe: Any) -> EngramAdapter:
             remove_strays(getattr(pipe, attribute))
     if _find_adapter(pipe) is not None:
         raise TinyEngramError(
-            "this pipeline (or one that shares its encoder) already has an adapter; use tiny_engram.get_adapter(pipe), or detach that one first"
+            "this pipeline (or one that shares its encoder) already has an adapter; "
+            "use tiny_engram.get_adapter(pipe), or detach that one first"
         )
     adapter = EngramAdapter(pipe, family)
-    adapter._attach()
+    adapter.attach()
     return adapter
 
 
-def detach(pipe: Any) -> None:
-    """`get_adapter(pipe).detach()`."""
-    get_adapter(pipe).detach()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def load_concept(pipe: Any, source: Concept | str | Path, name: str | None = None, strength: float = 1.0, **options: Any) -> str:
-    """`get_adapter(pipe).load_concept(...)`."""
-    return get_adapter(pipe).load_concept(source, name, strength, **options)
+def _on_pipe(method: Callable[Concatenate[EngramAdapter, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of the adapter as a function that takes the pipeline."""
+
+    @wraps(method)
+    def verb(pipe: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(get_adapter(pipe), *args, **kwargs)
+
+    return verb
 
 
-def set_concepts(pipe: Any, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
-    """`get_adapter(pipe).set_concepts(...)`."""
-    get_adapter(pipe).set_concepts(names, strengths)
-
-
-def set_strength(pipe: Any, name: str, value: float) -> None:
-    """`get_adapter(pipe).set_strength(...)`."""
-    get_adapter(pipe).set_strength(name, value)
-
-
-def enable_concepts(pipe: Any) -> None:
-    """`get_adapter(pipe).enable_concepts()`."""
-    get_adapter(pipe).enable_concepts()
-
-
-def disable_concepts(pipe: Any) -> None:
-    """`get_adapter(pipe).disable_concepts()`."""
-    get_adapter(pipe).disable_concepts()
-
-
-def unload_concept(pipe: Any, name: str | None = None) -> None:
-    """`get_adapter(pipe).unload_concept(...)`."""
-    get_adapter(pipe).unload_concept(name)
-
-
-def delete_concept(pipe: Any, names: str | Sequence[str]) -> None:
-    """`get_adapter(pipe).delete_concept(...)`."""
-    get_adapter(pipe).delete_concept(names)
-
-
-def get_list_concepts(pipe: Any) -> list[str]:
-    """`get_adapter(pipe).get_list_concepts()`."""
-    return get_adapter(pipe).get_list_concepts()
-
-
-def get_active_concepts(pipe: Any) -> list[str]:
-    """`get_adapter(pipe).get_active_concepts()`."""
-    return get_adapter(pipe).get_active_concepts()
-
-
-def explain(pipe: Any, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
-    """`get_adapter(pipe).explain(...)`."""
-    return get_adapter(pipe).explain(prompt, negative_prompt)
-
-
-def register(
-    pipe: Any, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
-) -> RegistrationReport:
-    """`get_adapter(pipe).register(...)`."""
-    return get_adapter(pipe).register(trigger, aliases, name, config)
+detach = _on_pipe(EngramAdapter.detach)
+load_concept = _on_pipe(EngramAdapter.load_concept)
+set_concepts = _on_pipe(EngramAdapter.set_concepts)
+set_strength = _on_pipe(EngramAdapter.set_strength)
+enable_concepts = _on_pipe(EngramAdapter.enable_concepts)
+disable_concepts = _on_pipe(EngramAdapter.disable_concepts)
+unload_concept = _on_pipe(EngramAdapter.unload_concept)
+delete_concept = _on_pipe(EngramAdapter.delete_concept)
+get_list_concepts = _on_pipe(EngramAdapter.get_list_concepts)
+get_active_concepts = _on_pipe(EngramAdapter.get_active_concepts)
+explain = _on_pipe(EngramAdapter.explain)
+register = _on_pipe(EngramAdapter.register)

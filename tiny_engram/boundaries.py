@@ -30,9 +30,8 @@ WORD_END, WORD_START, SPACE_BYTE = "</w>", "\u2581", "\u0120"
 NONE, LETTER, DIGIT, UNDERSCORE, PUNCTUATION = 0, 1, 2, 3, 4
 # Words of one or two letters that stand beside a number often enough ("vortex-9 on a table") to be taken as words, not as a
 # suffix ("vortex-9s", "vortex-9th", "vortex-9x").
-SHORT_WORDS = frozenset(
-    ["an", "as", "at", "be", "by", "do", "he", "if", "in", "is", "it", "me", "my", "no", "of", "on", "or", "so", "to", "up", "us", "we"]
-)
+_SHORT = "an as at be by do he if in is it me my no of on or so to up us we"
+SHORT_WORDS = frozenset(_SHORT.split())
 
 
 def backend_of(tokenizer: Any) -> Any:

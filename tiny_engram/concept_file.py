@@ -1,6 +1,7 @@
 """The file of one concept: safetensors with a JSON description in its metadata, written atomically and read with bounds.
 
-Imports safetensors, torch and errors. The header is checked (length, JSON, metadata types, tensor types and offsets) before any tensor is made.
+Imports safetensors, torch, config and errors. The header is checked (length, JSON, metadata types, tensor types and offsets) before any
+tensor is made.
 """
 
 import contextlib

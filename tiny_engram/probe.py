@@ -1,4 +1,7 @@
-"""Does a mount reach the tensor that the pipeline consumes? Asked at attach with a throw-away concept. May import the layers below adapter."""
+"""Does a mount reach the tensor that the pipeline consumes? Asked at attach with a throw-away concept.
+
+May import the layers below adapter.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -33,113 +33,13 @@ BEFORE = ("", "x ", 'x "', "x '", "x (", "x [", "x,", "x \u201c", "x \u2018")
 AFTER = ("", " x", ".", ",", "!", "?", ";", ":", "'", '"', "'s", ")", "]", "\u201d", "\u2019s")
 # Ids below this in CLIP's vocabulary come from its most frequent merges.
 FREQUENT_CLIP_IDS = 30_000
-COMMON_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "and",
-        "are",
-        "art",
-        "as",
-        "at",
-        "background",
-        "big",
-        "black",
-        "blue",
-        "bright",
-        "cat",
-        "city",
-        "color",
-        "colour",
-        "cute",
-        "dark",
-        "day",
-        "dog",
-        "drawing",
-        "face",
-        "fire",
-        "flower",
-        "food",
-        "for",
-        "from",
-        "girl",
-        "gold",
-        "good",
-        "green",
-        "hand",
-        "head",
-        "high",
-        "home",
-        "house",
-        "image",
-        "in",
-        "is",
-        "it",
-        "landscape",
-        "large",
-        "life",
-        "light",
-        "line",
-        "little",
-        "look",
-        "love",
-        "man",
-        "moon",
-        "mountain",
-        "movie",
-        "music",
-        "new",
-        "next",
-        "night",
-        "no",
-        "not",
-        "of",
-        "old",
-        "on",
-        "one",
-        "or",
-        "orange",
-        "painting",
-        "paper",
-        "person",
-        "photo",
-        "picture",
-        "pink",
-        "portrait",
-        "purple",
-        "red",
-        "river",
-        "room",
-        "round",
-        "sea",
-        "shape",
-        "sketch",
-        "sky",
-        "small",
-        "snow",
-        "state",
-        "style",
-        "sun",
-        "the",
-        "thing",
-        "this",
-        "to",
-        "toy",
-        "tree",
-        "two",
-        "up",
-        "water",
-        "white",
-        "with",
-        "woman",
-        "wood",
-        "word",
-        "work",
-        "world",
-        "yellow",
-        "young",
-    ]
-)
+_ORDINARY = """
+a an and are art as at background big black blue bright cat city color colour cute dark day dog drawing face fire flower food for from
+girl gold good green hand head high home house image in is it landscape large life light line little look love man moon mountain movie
+music new next night no not of old on one or orange painting paper person photo picture pink portrait purple red river room round sea
+shape sketch sky small snow state style sun the thing this to toy tree two up water white with woman wood word work world yellow young
+"""
+COMMON_WORDS = frozenset(_ORDINARY.split())
 
 
 class TriggerError(TinyEngramError):
@@ -308,7 +208,8 @@ def spelling_warnings(spelling: str, tokenizer: Any) -> list[str]:
         )
     if PUNCTUATION in edges:
         warnings.append(
-            f"{spelling!r} has punctuation at an edge: beside other punctuation it fuses into one token and will not fire; letters at both edges are safer"
+            f"{spelling!r} has punctuation at an edge: beside other punctuation it fuses into one token and will not fire; "
+            "letters at both edges are safer"
         )
     return warnings
 

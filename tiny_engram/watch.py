@@ -1,0 +1,64 @@
+"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import mounts."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from tiny_engram.mounts import CallHook, MountError, SpanMount
+
+__all__ = ["DenoiserWatch"]
+
+
+class DenoiserWatch:
+    """A pre-hook on the denoiser. Other features (textual inversion, PEFT, offload cycles) may drop hooks from an encoder, replace it, or
+    bypass it with embeddings made elsewhere; each would silently draw without the concepts.
+
+    `active` names the concepts that can fire; `encoders` maps each role to (attribute name, the pipeline's present encoder or None
+    once the pipeline is gone).
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mounts: Mapping[str, SpanMount],
+        *,
+        owner: Any,
+        active: Callable[[], list[str]],
+        encoders: Callable[[], Mapping[str, tuple[str, nn.Module | None]]],
+    ) -> None:
+        self.hook = CallHook(denoiser, self._before, owner, pre=True, strict=False)
+        self._mounts, self._active, self._encoders = mounts, active, encoders
+        self.changed()
+
+    def changed(self) -> None:
+        """The concepts were changed: embeddings made before do not hold them as they are now."""
+        self._calls = {role: mount.calls for role, mount in self._mounts.items()}
+        self._warned = False
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = self._active()
+        if not names:
+            return
+        encoders = self._encoders()
+        for role, mount in self._mounts.items():
+            attribute, encoder = encoders[role]
+            if encoder is not None and encoder is not mount.module:
+                raise MountError(
+                    f"{attribute} of the pipeline was replaced after attach, so no concept reached it; "
+                    "put the encoder back, or attach to the new pipeline and load the concepts there"
+                )
+            if not mount.attached:
+                mount.attach()
+                raise MountError(
+                    f"another feature removed the hooks of role {role!r}, so this prompt was encoded without its concepts; "
+                    "they are back now: run the call again"
+                )
+        if not self._warned and all(mount.calls == self._calls[role] for role, mount in self._mounts.items()):
+            self._warned = True
+            warnings.warn(
+                f"concepts {names} are active, but no prompt was encoded since they were last changed: "
+                "prompt_embeds made elsewhere do not hold them; make them with adapter.encode(prompt)",
+                stacklevel=2,
+            )
