@@ -38,11 +38,11 @@ def test_golden(golden):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 33), (5, 1, 160)])
 def test_error_at_most_twice_plain_torch(form, dtype, shape, rms_error):
     args = inputs(*shape, dtype=dtype)
-    exact = plain(*(a.double() for a in args), 1e-6, form)
+    exact = plain(*(a.double() for a in args), eps=1e-6, form=form)
     out = engram_gate(*args, eps=1e-6, form=form)
     assert out.dtype == dtype and out.shape == args[0].shape
     # One unit of the last place of slack, for sizes at which plain torch happens to be exact.
-    assert rms_error(out, exact) <= 2 * rms_error(plain(*args, 1e-6, form), exact) + torch.finfo(dtype).eps / 4
+    assert rms_error(out, exact) <= 2 * rms_error(plain(*args, eps=1e-6, form=form), exact) + torch.finfo(dtype).eps / 4
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -29,10 +29,10 @@ def inputs(batch, length, copies, size, taps, dtype):
 @pytest.mark.parametrize("shape, dilation", [((1, 1, 1, 8, 4), 3), ((2, 11, 2, 9, 4), 3), ((1, 20, 4, 5, 2), 1)])
 def test_error_at_most_twice_plain_torch(dtype, shape, dilation, rms_error):
     args = inputs(*shape, dtype)
-    exact = plain(*(a.double() for a in args), dilation)
+    exact = plain(*(a.double() for a in args), dilation=dilation)
     out = short_conv(*args, dilation=dilation, eps=EPS)
     assert out.dtype == dtype
-    assert rms_error(out, exact) <= 2 * rms_error(plain(*args, dilation), exact)
+    assert rms_error(out, exact) <= 2 * rms_error(plain(*args, dilation=dilation), exact)
 
 
 def test_gradients_equal_float64():
