@@ -65,7 +65,7 @@ def test_unknown_and_missing_fields_are_named_in_one_line():
     with pytest.raises(ConfigError, match="compressed_vocab"):
         HashConfig.from_dict({k: v for k, v in HASH.to_dict().items() if k != "compressed_vocab"})
     with pytest.raises(ConfigError, match="expected a dict"):
-        HashConfig.from_dict([1])  # pyright: ignore[reportArgumentType]
+        HashConfig.from_dict([1])
 
 
 def test_layer_eps_follows_the_form():

@@ -124,4 +124,4 @@ def test_refusals():
     with pytest.raises(TokenizerError, match="pad token id is None"):
         CompressedTokenizer(backend)
     with pytest.raises(TokenizerError, match="no Rust backend"):
-        CompressedTokenizer(object())  # pyright: ignore[reportArgumentType]
+        CompressedTokenizer(object())

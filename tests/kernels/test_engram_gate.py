@@ -107,7 +107,7 @@ def test_no_tokens_and_refusals():
     args = inputs(0, 2, 8)
     assert engram_gate(*args, eps=1e-6, form="v41").shape == (0, 2, 8)
     with pytest.raises(ValueError, match="form"):
-        engram_gate(*args, eps=1e-6, form="v42")  # pyright: ignore[reportArgumentType]
+        engram_gate(*args, eps=1e-6, form="v42")
     x, key, value, q_weight, k_weight = inputs(3, 2, 8)
     with pytest.raises(ValueError, match="value"):
         engram_gate(x, key, value[:, :4], q_weight, k_weight, eps=1e-6, form="v41")
