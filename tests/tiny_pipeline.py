@@ -1,6 +1,7 @@
 """A small but real StableDiffusionPipeline with seeded random weights and the real CLIP tokenizer; used by tests through fixtures."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
@@ -35,45 +36,51 @@ def build(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> StableDiffu
     # A trained encoder's states differ much from token to token; fresh weights hardly do.
     with torch.no_grad():
         text_encoder.get_input_embeddings().weight.mul_(30)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        norm_num_groups=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=width,
-        attention_head_dim=8,
-    )
-    vae = AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        latent_channels=4,
-        block_out_channels=(16, 16, 16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
-        norm_num_groups=8,
-    )
-    pipe = StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        unet=unet,
-        scheduler=DDIMScheduler(clip_sample=False),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    unet_options: dict[str, Any] = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "layers_per_block": 1,
+        "block_out_channels": (16, 32),
+        "norm_num_groups": 8,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": width,
+        "attention_head_dim": 8,
+    }
+    vae_options: dict[str, Any] = {
+        "latent_channels": 4,
+        "block_out_channels": (16, 16, 16, 16),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+    }
+    parts: dict[str, Any] = {
+        "vae": AutoencoderKL(**vae_options),
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "unet": UNet2DConditionModel(**unet_options),
+        "scheduler": DDIMScheduler(clip_sample=False, steps_offset=1),
+        "safety_checker": None,
+        "feature_extractor": None,
+    }
+    pipe = StableDiffusionPipeline(**parts, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
+    for module in (pipe.text_encoder, pipe.unet, pipe.vae):
+        module.eval()
     return pipe.to(dtype=dtype)
 
 
-def concept(adapter, trigger: str, *, aliases=(), name: str | None = None, seed: int = 0, size: float = 1.0):
+def picture(pipe, prompt, **options) -> torch.Tensor:
+    """Two steps at a fixed seed: float32 `[pictures, 3, 64, 64]`."""
+    options = {"num_inference_steps": 2, "output_type": "pt", "generator": torch.Generator().manual_seed(0), **options}
+    return pipe(prompt, **options).images
+
+
+def concept(adapter, trigger: str, *, aliases=(), name: str | None = None, seed: int = 0, size: float = 1.0, config=None):
     """A concept of random rows for an attached adapter; not loaded."""
-    made = adapter.new_concept(trigger, aliases, name)
+    made = adapter.new_concept(trigger, aliases, name, config)
     generator = torch.Generator().manual_seed(seed)
     for role in made.roles:
         old = made.mount_rows(role)

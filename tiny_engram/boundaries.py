@@ -139,7 +139,7 @@ class EdgeTables:
         return np.where((ids < 0) | (ids > end), end, ids)
 
     def between(self, left: NDArray[np.int64], right: NDArray[np.int64], *, trigger_on_left: bool) -> NDArray[np.uint8]:
-        """May a trigger end (`trigger_on_left`) or start between these neighbours? FREE, CUT, UNTOLD or FUSED, elementwise."""
+        """May a trigger end (`trigger_on_left`) or start between these neighbours? FREE, CUT or UNTOLD, elementwise."""
         left, right = self.clip_ids(left), self.clip_ids(right)
         a, b = self.last[left], self.first[right]
         joined = self.joins_next[left] if self.marks_ends else self.joins_previous[right]
@@ -153,8 +153,9 @@ class EdgeTables:
             fragment = (self.fragment_after if trigger_on_left else self.fragment_before)[other]
             suffix_beside = ((own == DIGIT) | (own == UNDERSCORE)) & fragment
             code[both_words & (sign_beside | suffix_beside)] = UNTOLD
-            code[joined] = CUT
-            code[joined & (a == PUNCTUATION) & (b == PUNCTUATION)] = FUSED
+            # A run is of one class, so one piece of punctuation makes it a run of punctuation (or emoji): where the ids are the
+            # trigger's, its own signs did not fuse with the others.
+            code[joined & (a != PUNCTUATION) & (b != PUNCTUATION)] = CUT
         else:
             code[joined & both_words] = CUT
         code[self.outer[left] | self.outer[right]] = FREE

@@ -5,6 +5,7 @@ May import config, quantization, triggers and concept_file (which holds the file
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,6 +242,8 @@ class Concept:
                     if tensor.dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
                         raise TinyEngramError(f"{role}.{mount}.{what} holds NaN or infinity, expected finite numbers")
                     parts[what] = tensor
+                if not isinstance(rho, int | float) or not math.isfinite(rho):
+                    raise TinyEngramError(f"rho of {role}.{mount} is {rho!r}, expected a finite number")
                 rows = MountRows(**parts, rho=float(rho))
                 if not bool(torch.isfinite(rows.rows()).all()):
                     raise TinyEngramError(f"{role}.{mount}.payload holds NaN or infinity, expected finite numbers")

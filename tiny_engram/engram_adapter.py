@@ -17,7 +17,7 @@ from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.explain import Explanation, explain_prompt
+from tiny_engram.explanation import Explanation, explain_prompt
 from tiny_engram.fitting import fit_trigger
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import SpanMount

@@ -208,7 +208,7 @@ def spelling_warnings(spelling: str, tokenizer: Any) -> list[str]:
         )
     if PUNCTUATION in edges:
         warnings.append(
-            f"{spelling!r} has punctuation at an edge: beside other punctuation it fuses into one token and will not fire; "
+            f"{spelling!r} has punctuation at an edge: beside other punctuation it may fuse into one token and not fire; "
             "letters at both edges are safer"
         )
     return warnings
