@@ -32,7 +32,9 @@ def make(repo_root):
         concept = Concept.new({"clip_l": compiled}, widths={"clip_l": width}, fingerprints={"clip_l": compressed.fingerprint}, **options)
         old = concept.mount_rows("clip_l")
         torch.manual_seed(1)
-        return concept.with_rows("clip_l", torch.randn(old.payload.shape), torch.randn(old.gain.shape), torch.randn(old.bias.shape), rho=0.7)
+        return concept.with_rows(
+            "clip_l", torch.randn(old.payload.shape), torch.randn(old.gain.shape), torch.randn(old.bias.shape), rho=0.7
+        )
 
     return build
 
@@ -47,7 +49,9 @@ def same(a, b):
     for role, place in a.roles.items():
         for mount, rows in place.mounts.items():
             other = b.mount_rows(role, mount)
-            for x, y in zip((rows.payload, rows.scale, rows.gain, rows.bias), (other.payload, other.scale, other.gain, other.bias), strict=True):
+            for x, y in zip(
+                (rows.payload, rows.scale, rows.gain, rows.bias), (other.payload, other.scale, other.gain, other.bias), strict=True
+            ):
                 assert x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 

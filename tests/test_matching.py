@@ -110,12 +110,16 @@ def test_near_misses_do_not_fire(clip, index_of, trigger, text, code):
         assert [blocked.code for blocked in index.near(ids)] == [code]
 
 
-@pytest.mark.parametrize("text", ["a vortex-9", "a vortex-9 on a table", "a vortex-9, red", "vortex-9's hat", "a vortex-9 kangaroo", "(vortex-9)"])
+@pytest.mark.parametrize(
+    "text", ["a vortex-9", "a vortex-9 on a table", "a vortex-9, red", "vortex-9's hat", "a vortex-9 kangaroo", "(vortex-9)"]
+)
 def test_a_digit_at_the_edge_fires_where_ids_can_tell(clip, index_of, text):
     assert len(index_of("vortex-9").match(padded(clip, text))) == 1
 
 
-@pytest.mark.parametrize("text", ["a <zqx>!", "a <zqx>.", "wait...<zqx>", "a <zqx> , red", "<zqx>'s hat", "(\U0001f984)", "\U0001f984!", "a \U0001f984"])
+@pytest.mark.parametrize(
+    "text", ["a <zqx>!", "a <zqx>.", "wait...<zqx>", "a <zqx> , red", "<zqx>'s hat", "(\U0001f984)", "\U0001f984!", "a \U0001f984"]
+)
 def test_punctuation_at_the_edge_fires_where_it_does_not_fuse(clip, index_of, text):
     assert len(index_of("<zqx>", "\U0001f984").match(padded(clip, text))) == 1
 
@@ -126,7 +130,11 @@ def test_a_number_in_front_fires_after_the_article(clip, index_of):
 
 def test_twice_in_a_prompt_and_in_several_rows(clip, index_of):
     found = index_of("zqx").match(padded(clip, "zqx and zqx", "nothing", "a zqx"))
-    assert list(zip(found.batch.tolist(), found.start.tolist(), strict=True)) == [(0, 1), (0, 3), (2, 2)] or found.batch.tolist() == [0, 0, 2]
+    assert list(zip(found.batch.tolist(), found.start.tolist(), strict=True)) == [(0, 1), (0, 3), (2, 2)] or found.batch.tolist() == [
+        0,
+        0,
+        2,
+    ]
 
 
 def test_longest_wins_and_spans_never_overlap(clip, index_of):
@@ -203,7 +211,10 @@ def test_equals_a_plain_search_on_random_ids():
         index.add_many(raw(str(s), *s) for s in sequences)
         ids = rng.integers(0, size, (5, 60))
         found = index.match(ids)
-        mine = [(b, s, index.entries[e].variant.ids) for b, s, e in zip(found.batch.tolist(), found.start.tolist(), found.entry.tolist(), strict=True)]
+        mine = [
+            (b, s, index.entries[e].variant.ids)
+            for b, s, e in zip(found.batch.tolist(), found.start.tolist(), found.entry.tolist(), strict=True)
+        ]
         assert mine == plain_search(sequences, ids)
 
 

@@ -12,7 +12,13 @@ from tiny_engram.matching import TriggerIndex
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import TriggerError, compile_trigger, without_added_tokens
 
-CORPUS = ["a photo of a cat toy on a table", "vortex 9 and sks dog", "cats, toys and (tables)", "Sks in Cat 99 vor tex", 'x" y\' z! a? (b) [c]; d: e.'] * 8
+CORPUS = [
+    "a photo of a cat toy on a table",
+    "vortex 9 and sks dog",
+    "cats, toys and (tables)",
+    "Sks in Cat 99 vor tex",
+    "x\" y' z! a? (b) [c]; d: e.",
+] * 8
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +114,13 @@ def test_variants_with_equal_canonical_ids_share_rows(clip):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("cat", "ordinary words"), ("red cat", "ordinary words"), ("vortex-9", "digit or underscore"), ("9zqx", "digit or underscore"), ("<zqx>", "punctuation")],
+    [
+        ("cat", "ordinary words"),
+        ("red cat", "ordinary words"),
+        ("vortex-9", "digit or underscore"),
+        ("9zqx", "digit or underscore"),
+        ("<zqx>", "punctuation"),
+    ],
 )
 def test_warns_of_triggers_that_fire_too_often_or_too_rarely(clip, text, expected):
     assert any(expected in warning for warning in compiled(clip, text).warnings)

@@ -136,8 +136,8 @@ def test_concepts_of_another_base_are_refused(tiny, adapter):
 
 
 def test_row_collisions_move_rows_and_not_values(tiny, adapter, pipe):
-    # 499 addresses per column: thirty concepts must collide.
-    config = ConceptConfig(vocab=499)
+    # 4,999 addresses per column: some of thirty concepts must collide.
+    config = ConceptConfig(vocab=4999)
     crowd = [tiny.concept(adapter, f"zq{k}x", seed=k, config=config) for k in range(30)]
     alone = []
     for concept in crowd:

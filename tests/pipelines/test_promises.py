@@ -8,23 +8,28 @@ import torch
 
 import tiny_engram
 
-TRIGGERS = [
-    "cat-toy", "vortex-9", "my_dog", "sks", "ohwx man", "zqx", "zqx bolo", "<glim>", "r2d2 bot", "Br\u00f8n", "kettle pot", "no-one", "x3", "pokemon card",
-    "blue zebra", "qqq www eee rrr", "\U0001f984", "caf\u00e9 lume", "t-rexo", "deep_sea",
-]  # fmt: skip
-NEAR_MISSES = [
-    "a cat-toys", "a cat-toyz on a table", "wildcat-toy", "a cat_toy", "a cat toy", "cat-toy2", "a vortex-90", "a vortex-99", "vortex-9s", "vortex-9x",
-    "vortex 9", "tommy_dog", "my_dogs", "my dog", "tasks", "skss", "a sks9", "ohwx", "ohwx woman", "ohwx men", "zqxs", "zqx9", "zqx_bolo", "<glims>",
-    "<<glim>", "<glim>>", "r2d2", "r2d2 bots", "Br\u00f8ns", "kettle pots", "kettle", "pot", "nono-ones", "x33", "x3_", "pokemon cards", "pokemon",
-    "blue zebras", "blue", "zebra", "qqq www eee", "www eee rrr", "caf\u00e9 lumen", "t-rexon", "t rexo", "deep_seas", "deep sea", "dee_p_sea",
-]  # fmt: skip
+TRIGGERS = """cat-toy|vortex-9|my_dog|sks|ohwx man|zqx|zqx bolo|<glim>|r2d2 bot|Br\u00f8n|kettle pot|no-one|x3|pokemon card|blue zebra|qqq www eee rrr
+\U0001f984|caf\u00e9 lume|t-rexo|deep_sea""".replace("\n", "|").split("|")
+NEAR_MISSES = """a cat-toys|a cat-toyz on a table|wildcat-toy|a cat_toy|a cat toy|cat-toy2|a vortex-90|a vortex-99|vortex-9s|vortex-9x|vortex 9
+tommy_dog|my_dogs|my dog|tasks|skss|a sks9|ohwx|ohwx woman|ohwx men|zqxs|zqx9|zqx_bolo|<glims>|<<glim>|<glim>>|r2d2|r2d2 bots
+Br\u00f8ns|kettle pots|kettle|pot|nono-ones|x33|x3_|pokemon cards|pokemon|blue zebras|blue|zebra|qqq www eee|www eee rrr
+caf\u00e9 lumen|t-rexon|t rexo|deep_seas|deep sea|dee_p_sea""".replace("\n", "|").split("|")
 
 
 def plain_prompts() -> list[str]:
     """Over 200 prompts in which no trigger stands: near misses in several places, and ordinary captions."""
     near = [form.format(text) for text in NEAR_MISSES for form in ("{}", "a photo of {} on a table", "({}), red")]
     things = ["kangaroo", "pizza", "rocket", "old man", "teapot", "castle in the clouds", "Octopus", "green apple"]
-    styles = ["a photo of a {}", "{} in the style of monet, 4k", "two {} next to a tree", "", "FLAT {}", "the {}'s shadow", "{}!!!", "\u732b {} \u00e9"]
+    styles = [
+        "a photo of a {}",
+        "{} in the style of monet, 4k",
+        "two {} next to a tree",
+        "",
+        "FLAT {}",
+        "the {}'s shadow",
+        "{}!!!",
+        "\u732b {} \u00e9",
+    ]
     return near + [style.format(thing) for style, thing in itertools.product(styles, things)]
 
 
