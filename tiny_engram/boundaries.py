@@ -54,6 +54,7 @@ def byte_of_char() -> dict[str, int]:
     return {chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
+@lru_cache(maxsize=65_536)
 def class_of_char(char: str) -> int:
     """LETTER, DIGIT, UNDERSCORE, PUNCTUATION, or NONE for white space; an undecodable piece of a character counts as a letter."""
     if char == "_":

@@ -18,7 +18,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
-from tiny_engram.fitting import fit_trigger
+from tiny_engram.fitting import extend_concept, fit_trigger
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import SpanMount
 from tiny_engram.probe import probe
@@ -83,8 +83,8 @@ class EngramAdapter:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in our hooks around the encoders since attach."""
-        return sum(mount.seconds for mount in self.mounts.values())
+        """Seconds spent in our hooks, around the encoders and before the denoiser, since attach."""
+        return self._watch.seconds + sum(mount.seconds for mount in self.mounts.values())
 
     @property
     def base(self) -> str:
@@ -199,11 +199,12 @@ class EngramAdapter:
             raise TinyEngramError(f"no concept {name!r}; known: {', '.join(map(repr, self._concepts)) or 'none loaded'}")
         return self._concepts[name]
 
-    def _refresh(self, name: str) -> None:
-        """Bring the mounts in line with what the concept's switches say."""
-        loaded = self._concepts[name]
-        for mount in self.mounts.values():
-            mount.store.set_strength(name, loaded.strength if loaded.active and self._enabled else 0.0)
+    def _refresh(self, *names: str) -> None:
+        """Bring the mounts in line with what these concepts' switches say."""
+        for name in names:
+            loaded = self._concepts[name]
+            for mount in self.mounts.values():
+                mount.store.set_strength(name, loaded.strength if loaded.active and self._enabled else 0.0)
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
@@ -222,8 +223,7 @@ class EngramAdapter:
             entry.active = False
         for entry, value in zip(loaded, values, strict=True):
             entry.active, entry.strength = True, value
-        for name in self._concepts:
-            self._refresh(name)
+        self._refresh(*self._concepts)
 
     def set_strength(self, name: str, value: float) -> None:
         """Strength of one concept; takes effect at the next encode. 0 is bit-identical to the base."""
@@ -240,8 +240,7 @@ class EngramAdapter:
 
     def _switch(self, enabled: bool) -> None:
         self._enabled = enabled
-        for name in self._concepts:
-            self._refresh(name)
+        self._refresh(*self._concepts)
 
     def unload_concept(self, name: str | None = None) -> None:
         """Remove one concept, or all of them; the base is bit-identical again."""
@@ -310,6 +309,10 @@ class EngramAdapter:
             config=config,
             base=self.base,
         )
+
+    def add_alias(self, concept: Concept, alias: str) -> Concept:
+        """A copy of a (trained) concept that fires on one more spelling, whose rows start as a copy and are marked untrained."""
+        return extend_concept(concept, alias, self.compile(concept.trigger, (*concept.aliases, alias)))
 
     def spans(self, concept: Concept, input_ids: torch.Tensor, role: str | None = None) -> Spans:
         """Where a concept (loaded or not) would fire alone: input_ids int64 `[batch, time]` -> Spans, for `apply_concept`."""

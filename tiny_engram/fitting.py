@@ -1,11 +1,16 @@
-"""Does a concept fit a pipeline's encoder? Checked before anything is loaded. May import triggers, concept and mounts."""
+"""Does a concept fit a pipeline's encoder, and can it take another spelling? May import triggers, concept and mounts."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
 
 from tiny_engram.concept import Concept, RoleRows
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mounts import SpanMount
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
-__all__ = ["fit_trigger"]
+__all__ = ["extend_concept", "fit_trigger"]
 
 
 def fit_trigger(name: str, concept: Concept, mount: SpanMount, trigger: str | None) -> CompiledTrigger:
@@ -49,3 +54,39 @@ def _renamed(name: str, rows: RoleRows, compiled: CompiledTrigger) -> CompiledTr
             "choose another word"
         )
     return compiled
+
+
+def extend_concept(concept: Concept, alias: str, compiled: Mapping[str, CompiledTrigger]) -> Concept:
+    """A copy of the concept with one more alias: position p of it reads what position p of the trigger reads (the last one beyond its end).
+
+    `compiled` holds, per role, the trigger with all its aliases, the new one last.
+
+    Raises:
+        TinyEngramError: the concept has the spelling already, or its known spellings have other token ids here.
+    """
+    roles = dict(concept.roles)
+    for role, place in concept.roles.items():
+        now = compiled[role]
+        count = len(place.groups)
+        if now.groups[:count] != place.groups or now.variants[: len(place.variants)] != place.variants:
+            raise TinyEngramError(
+                f"concept {concept.name!r} has other token ids at {role} than this tokenizer gives; use the base it was made for"
+            )
+        if now.variants == place.variants:
+            raise TinyEngramError(f"alias {alias!r} has the token ids of a spelling that {concept.name!r} has already; no alias is needed")
+        last = len(place.groups[0].canonical) - 1
+        extra = [min(p, last) for group in now.groups[count:] for p in range(len(group.canonical))]
+        at = torch.tensor([*range(place.positions), *extra])
+        mounts = {
+            mount: dataclasses.replace(
+                rows,
+                payload=rows.payload.view(torch.uint8)[at].view(rows.payload.dtype),
+                scale=rows.scale[at],
+                gain=rows.gain[at],
+                bias=rows.bias[at],
+            )
+            for mount, rows in place.mounts.items()
+        }
+        roles[role] = dataclasses.replace(place, groups=now.groups, variants=now.variants, mounts=mounts)
+    aliases = next(iter(compiled.values())).aliases
+    return dataclasses.replace(concept, aliases=aliases, roles=roles, untrained=(*concept.untrained, aliases[-1]))

@@ -1,5 +1,6 @@
 """Watches the denoiser: were the prompts of this run really encoded with the concepts? May import mounts."""
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,17 +31,22 @@ class DenoiserWatch:
     ) -> None:
         self.hook = CallHook(denoiser, self._before, owner, pre=True, strict=False)
         self._mounts, self._active, self._encoders = mounts, active, encoders
+        self.seconds = 0.0
         self.changed()
 
     def changed(self) -> None:
         """The concepts were changed: embeddings made before do not hold them as they are now."""
         self._calls = {role: mount.calls for role, mount in self._mounts.items()}
+        self._names = self._active()
         self._warned = False
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = self._active()
-        if not names:
-            return
+        begin = time.perf_counter()
+        if self._names:
+            self._check()
+        self.seconds += time.perf_counter() - begin
+
+    def _check(self) -> None:
         encoders = self._encoders()
         for role, mount in self._mounts.items():
             attribute, encoder = encoders[role]
@@ -58,7 +64,7 @@ class DenoiserWatch:
         if not self._warned and all(mount.calls == self._calls[role] for role, mount in self._mounts.items()):
             self._warned = True
             warnings.warn(
-                f"concepts {names} are active, but no prompt was encoded since they were last changed: "
+                f"concepts {self._names[:8]} are active, but no prompt was encoded since they were last changed: "
                 "prompt_embeds made elsewhere do not hold them; make them with adapter.encode(prompt)",
                 stacklevel=2,
             )

@@ -309,3 +309,16 @@ def test_register_reports_and_changes_nothing(tiny, adapter, pipe):
 
 def test_a_plain_pipeline_is_a_plain_pipeline(pipe):
     assert type(pipe) is StableDiffusionPipeline and not pipe.text_encoder._forward_hooks
+
+
+def test_an_alias_added_later_starts_as_a_copy(tiny, adapter, pipe, tmp_path):
+    concept = tiny.concept(adapter, "cat-toy", aliases=["toycat"])
+    wider = adapter.add_alias(concept, "cat-toys")
+    assert wider.aliases == ("toycat", "cat-toys") and wider.untrained == ("cat-toys",) and concept.untrained == ()
+    old, new = concept.mount_rows("clip_l"), wider.mount_rows("clip_l")
+    count = concept.roles["clip_l"].positions
+    assert torch.equal(new.rows()[:count], old.rows()) and torch.equal(new.rows()[count:], old.rows()[:3])
+    adapter.load_concept(wider.save(tmp_path / "c.safetensors"))
+    assert [f.text for f in adapter.explain("a cat-toy, a toycat and two cat-toys").fired] == ["cat-toy", "toycat", "cat-toys"]
+    with pytest.raises(TinyEngramError, match="no alias is needed"):
+        adapter.add_alias(concept, "CAT-TOY")

@@ -9,6 +9,7 @@ from transformers import CLIPTextModel
 import tiny_engram
 from tiny_engram import residual
 from tiny_engram.errors import TableError
+from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.mounts import MountError
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, span_mean_norm
@@ -23,12 +24,6 @@ def encode(pipe, prompt, **options):
 
 def ids_of(pipe, *prompts):
     return pipe.tokenizer(list(prompts), padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
-
-
-def states(pipe, adapter, prompt):
-    """Conditioning and picture."""
-    embeds = encode(pipe, prompt)
-    return embeds
 
 
 # -- no link of the chain is decoration ----------------------------------------------------------------------------------------
@@ -175,6 +170,24 @@ def test_the_mean_norm_is_the_mean_norm(width):
     norms = h.double().norm(dim=-1)
     expected = torch.cat([norms[a : a + n].mean().repeat(n) for a, n in ((0, 1), (1, 3), (4, 2))])
     torch.testing.assert_close(found.double(), expected, rtol=3e-7, atol=0)
+
+
+def test_the_residual_is_the_written_formula():
+    """strength * rho * mean|h| * a * v / max(1, |v|), a = sigmoid(g * ssqrt(<rms h, rms k> / sqrt d) + b), in float64."""
+    torch.manual_seed(5)
+    hidden, rows, gain, bias = torch.randn(2, 7, 160), torch.randn(4, 6, 32), torch.randn(4), torch.randn(4)
+    ours = apply_concept(hidden, Spans.of([(1, 2, 3, 1)]), rows, gain, bias, rho=0.8, strength=0.5, basis_seed=3)
+    e = rows[1:4].flatten(1)
+    key, value = (fixed_basis(e, width=160, seed=seed).double() for seed in (6, 7))
+    h = hidden[1, 2:5].double()
+    dot = (h * key).mean(-1) / h.square().mean(-1).sqrt() / key.square().mean(-1).sqrt() * 160**0.5
+    gate = torch.sigmoid(gain[1:4].double() * dot.sign() * dot.abs().sqrt() + bias[1:4].double())
+    shrunk = value / value.norm(dim=-1).clamp(min=1)[:, None]
+    expected = 0.5 * 0.8 * h.norm(dim=-1).mean() * gate[:, None] * shrunk
+    torch.testing.assert_close(ours[1, 2:5].double() - h, expected, rtol=2e-4, atol=2e-5)
+    untouched = torch.ones(2, 7, dtype=torch.bool)
+    untouched[1, 2:5] = False
+    assert torch.equal(ours[untouched], hidden[untouched])
 
 
 def test_no_span_gives_the_tensor_itself():

@@ -8,10 +8,10 @@ import torch
 
 import tiny_engram
 
-TRIGGERS = """cat-toy|vortex-9|my_dog|sks|ohwx man|zqx|zqx bolo|<glim>|r2d2 bot|Br\u00f8n|kettle pot|no-one|x3|pokemon card|blue zebra|qqq www eee rrr
-\U0001f984|caf\u00e9 lume|t-rexo|deep_sea""".replace("\n", "|").split("|")
-NEAR_MISSES = """a cat-toys|a cat-toyz on a table|wildcat-toy|a cat_toy|a cat toy|cat-toy2|a vortex-90|a vortex-99|vortex-9s|vortex-9x|vortex 9
-tommy_dog|my_dogs|my dog|tasks|skss|a sks9|ohwx|ohwx woman|ohwx men|zqxs|zqx9|zqx_bolo|<glims>|<<glim>|<glim>>|r2d2|r2d2 bots
+TRIGGERS = """cat-toy|vortex-9|my_dog|sks|ohwx man|zqx|zqx bolo|<glim>|r2d2 bot|Br\u00f8n|kettle pot|no-one|x3|pokemon card|blue zebra
+qqq www eee rrr|\U0001f984|caf\u00e9 lume|t-rexo|deep_sea""".replace("\n", "|").split("|")
+NEAR_MISSES = """a cat-toys|a cat-toyz on a table|wildcat-toy|a cat_toy|a cat toy|cat-toy2|a vortex-90|a vortex-99|vortex-9s|vortex-9x
+vortex 9|tommy_dog|my_dogs|my dog|tasks|skss|a sks9|ohwx|ohwx woman|ohwx men|zqxs|zqx9|zqx_bolo|<glims>|<<glim>|<glim>>|r2d2|r2d2 bots
 Br\u00f8ns|kettle pots|kettle|pot|nono-ones|x33|x3_|pokemon cards|pokemon|blue zebras|blue|zebra|qqq www eee|www eee rrr
 caf\u00e9 lumen|t-rexon|t rexo|deep_seas|deep sea|dee_p_sea""".replace("\n", "|").split("|")
 
