@@ -148,6 +148,8 @@ def test_row_collisions_move_rows_and_not_values(tiny, adapter, pipe):
         adapter.load_concept(concept)
     store = adapter.mounts["clip_l"].store
     counters = [store.bank_of(concept.name).counter(concept.name) for concept in crowd]
+    hashing = store.bank_of(crowd[0].name).hasher.config
+    assert hashing.pad_id == int(store.compressed.compress([49407])[0]) and hashing.compressed_vocab == store.compressed.size
     assert max(counters) > 0 and adapter.register("one more", config=config).roles["clip_l"].collisions >= 0
     for concept, expected in zip(crowd, alone, strict=True):
         assert torch.equal(expected, encode(pipe, f"a {concept.trigger}"))
