@@ -1,0 +1,53 @@
+"""Loading a base: the embedded one of a checkout, or any folder or hub id that diffusers reads. Imports diffusers when called."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiny_engram.errors import TinyEngramError
+
+__all__ = ["EMBEDDED_BASE", "load_pipeline"]
+
+EMBEDDED_BASE = Path(__file__).resolve().parents[1] / "assets" / "bases" / "emoji-sd"
+
+
+@contextmanager
+def _without_bars(*libraries: Any) -> Iterator[None]:
+    """Bars of components that load in a second only flicker."""
+    shown = [library for library in libraries if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+
+
+def load_pipeline(model: str | Path | None = None, *, dtype: str = "float32", device: str | None = None) -> Any:
+    """A diffusers pipeline, ready to run; `model` None means the embedded base.
+
+    dtype: "float32", "float16" or "bfloat16". device None: CUDA if there is one.
+    Raises TinyEngramError: no such model, or no embedded base beside this installation.
+    """
+    import torch
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    if model is None:
+        model = EMBEDDED_BASE
+        if not model.is_dir():
+            raise TinyEngramError("this installation carries no embedded base (a checkout does); give one with --model FOLDER_OR_ID")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise TinyEngramError(f"dtype {dtype!r}, expected float32, float16 or bfloat16")
+    try:
+        with warnings.catch_warnings(), _without_bars(diffusers_logging, transformers_logging):
+            warnings.simplefilter("ignore", FutureWarning)
+            pipe = DiffusionPipeline.from_pretrained(str(model), torch_dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({reason}); expected a diffusers folder or hub id") from error
+    return pipe.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

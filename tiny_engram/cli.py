@@ -1,0 +1,311 @@
+"""The command line: `tiny-engram train | generate | explain | inspect | list | demo`.
+
+Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiny_engram import __version__
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.training.config import TrainConfig
+
+__all__ = ["main"]
+
+TRAIN_HELP = {
+    "train_data_dir": "folder of pictures; captions from metadata.jsonl or .txt files, with {trigger} where the subject is named",
+    "trigger": "the phrase that calls the concept",
+    "aliases": "further spellings that call it too",
+    "name": "the name it goes by (default: the trigger)",
+    "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
+    "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}'",
+    "caption_dropout": "share of samples captioned by the trigger alone",
+    "skip_bad_pictures": "go on without pictures that cannot be read",
+    "resume_from_checkpoint": "a checkpoint folder, or 'latest'",
+    "validation_prompts": "prompts with {trigger}, drawn every --validation_steps steps",
+    "report_to": "tensorboard or none",
+}
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        "--pretrained_model_name_or_path",
+        dest="model",
+        help="diffusers folder or hub id (default: the embedded base)",
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--device", help="cuda, cpu, ... (default: CUDA if there is one)")
+
+
+def _add_concepts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--concept", action="append", default=[], metavar="FILE[=STRENGTH]", help="a concept file; may be repeated")
+
+
+def _add_fields(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of TrainConfig."""
+    hints = typing.get_type_hints(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        hint, options = hints[field.name], dict[str, Any]()
+        if isinstance(hint, types.UnionType):
+            hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
+        if hint is bool:
+            options = {"action": "store_true"}
+        elif typing.get_origin(hint) is tuple:
+            options = {"nargs": "+", "type": typing.get_args(hint)[0]}
+        else:
+            options = {"type": hint}
+        required = field.default is dataclasses.MISSING
+        text = TRAIN_HELP.get(field.name, "")
+        shown = "" if required or field.default in (None, (), False) else f" (default: {field.default})"
+        parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=(text + shown).strip() or None, **options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
+    parser.add_argument("--version", action="version", version=f"tiny-engram {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    train = verbs.add_parser("train", help="teach a concept from a folder of pictures")
+    _add_model(train)
+    _add_fields(train)
+
+    generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
+    _add_model(generate)
+    _add_concepts(generate)
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--negative_prompt")
+    generate.add_argument("--seed", type=int, default=0, help="of the first picture; each further one takes the next")
+    generate.add_argument("--num_images", type=int, default=1)
+    generate.add_argument("--num_inference_steps", type=int, default=25)
+    generate.add_argument("--guidance_scale", type=float, default=4.0)
+    generate.add_argument("--output", type=Path, default=Path("picture.png"), help="a PNG; several pictures are numbered")
+
+    explain = verbs.add_parser("explain", help="which triggers fire in a prompt, which do not, and why")
+    _add_model(explain)
+    _add_concepts(explain)
+    explain.add_argument("prompt")
+    explain.add_argument("--negative_prompt")
+    explain.add_argument("--json", action="store_true")
+
+    inspect = verbs.add_parser("inspect", help="what a concept file holds")
+    inspect.add_argument("file", type=Path)
+    inspect.add_argument("--json", action="store_true")
+
+    listing = verbs.add_parser("list", help="the concept files of a folder")
+    listing.add_argument("folder", type=Path, nargs="?", default=Path("."))
+    listing.add_argument("--json", action="store_true")
+
+    demo = verbs.add_parser("demo", help="teach the embedded base a subject from five example pictures")
+    demo.add_argument("--out", type=Path, default=Path("out/demo"))
+    demo.add_argument("--subject", default="octopus", help="a folder of assets/examples")
+    demo.add_argument("--trigger", default="octo-blip")
+    demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
+    return parser
+
+
+def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
+    from tiny_engram.adapter import attach
+    from tiny_engram.concept import Concept
+    from tiny_engram.pipelines.loaders import load_pipeline
+
+    wanted = []
+    for item in args.concept:
+        path, _, strength = item.rpartition("=") if "=" in item and not Path(item).exists() else (item, "", "1")
+        try:
+            wanted.append((Concept.load(path), float(strength)))
+        except ValueError as error:
+            if isinstance(error, TinyEngramError):
+                raise
+            raise TinyEngramError(f"--concept {item!r}: strength {strength!r} is no number; write FILE=0.8") from error
+    pipe = load_pipeline(args.model, dtype=args.dtype, device=args.device)
+    adapter = attach(pipe)
+    for concept, strength in wanted:
+        adapter.load_concept(concept, strength=strength)
+    return pipe, adapter
+
+
+def _train(args: argparse.Namespace) -> int:
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
+    config = TrainConfig(**given)
+    from tiny_engram.pipelines.loaders import load_pipeline
+    from tiny_engram.training.data import scan_folder
+    from tiny_engram.training.loop import train
+
+    # the folder is looked at before a model is loaded: a wrong path should not cost a minute
+    spellings = (config.trigger, *config.aliases)
+    scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+    pipe = load_pipeline(args.model, dtype=args.dtype, device=args.device)
+    result = train(pipe, config)
+    print(f"{result.path}: {result.path.stat().st_size:,} bytes, {result.steps} steps in {result.seconds:.0f} s")
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    from tiny_engram.training.validation import draw_pictures
+
+    for name in ("num_images", "num_inference_steps"):
+        if getattr(args, name) < 1:
+            raise TinyEngramError(f"--{name} is {getattr(args, name)}, expected at least 1")
+    if args.output.suffix.lower() != ".png":
+        raise TinyEngramError(f"--output {str(args.output)!r}: expected a file name ending in .png")
+    pipe, adapter = _pipeline_with_concepts(args)
+    print(adapter.explain(args.prompt, args.negative_prompt), file=sys.stderr)
+    for k in range(args.num_images):
+        picture = draw_pictures(
+            pipe,
+            [args.prompt],
+            [args.seed + k],
+            steps=args.num_inference_steps,
+            guidance=args.guidance_scale,
+            negative_prompt=args.negative_prompt,
+        )[0]
+        path = args.output if args.num_images == 1 else args.output.with_stem(f"{args.output.stem}-{k}")
+        settings = {"prompt": args.prompt, "negative_prompt": args.negative_prompt, "seed": args.seed + k, "concepts": args.concept}
+        settings |= {"num_inference_steps": args.num_inference_steps, "guidance_scale": args.guidance_scale}
+        info = PngInfo()
+        info.add_itxt("parameters", json.dumps(settings))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(path, pnginfo=info)
+        except OSError as error:
+            raise TinyEngramError(f"{path}: cannot write there ({error.strerror or error}); choose another --output") from error
+        print(path)
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    _, adapter = _pipeline_with_concepts(args)
+    explanation = adapter.explain(args.prompt, args.negative_prompt)
+    print(json.dumps(explanation.to_dict(), indent=1) if args.json else explanation)
+    return 0
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    from tiny_engram.concept import Concept
+
+    concept = Concept.load(path)
+    roles = {}
+    for role, place in concept.roles.items():
+        roles[role] = {
+            "width": place.width,
+            "positions": place.positions,
+            "spellings": [v.text for v in place.variants],
+            "mounts": {
+                mount: {"rows": rows.payload.shape[0] * rows.payload.shape[1], "bytes": rows.nbytes, "rho": rows.rho,
+                        "gain": [round(x, 4) for x in rows.gain.tolist()], "bias": [round(x, 4) for x in rows.bias.tolist()]}
+                for mount, rows in place.mounts.items()
+            },
+        }  # fmt: skip
+    return {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "name": concept.name,
+        "trigger": concept.trigger,
+        "aliases": list(concept.aliases),
+        "base": concept.base,
+        "untrained": list(concept.untrained),
+        "roles": roles,
+        "recipe": dict(concept.recipe),
+    }
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    about = _summary(args.file)
+    if args.json:
+        print(json.dumps(about, indent=1))
+        return 0
+    print(f"{about['file']}: {about['bytes']:,} bytes")
+    print(f"  trigger {about['trigger']!r}" + (f", also {', '.join(map(repr, about['aliases']))}" if about["aliases"] else ""))
+    print(f"  name {about['name']!r}, made on base {about['base'] or 'unnamed'!r}")
+    for role, place in about["roles"].items():
+        for mount, rows in place["mounts"].items():
+            size = f"{rows['rows']} rows over {place['positions']} positions, width {place['width']}, {rows['bytes']:,} bytes"
+            print(f"  {role}, {mount}: {size}")
+    if about["recipe"]:
+        print("  recipe " + ", ".join(f"{k} {v}" for k, v in about["recipe"].items()))
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    if not args.folder.is_dir():
+        raise TinyEngramError(f"{args.folder}: no such folder; expected a folder of concept files")
+    entries: list[dict[str, Any]] = []
+    for path in sorted(args.folder.glob("*.safetensors")):
+        try:
+            about = _summary(path)
+            entries.append({k: about[k] for k in ("file", "bytes", "name", "trigger", "aliases", "base")})
+        except TinyEngramError as error:
+            entries.append({"file": str(path), "error": str(error)})
+    if args.json:
+        print(json.dumps(entries, indent=1))
+        return 0
+    for entry in entries:
+        if "error" in entry:
+            print(f"{entry['file']}  not a concept: {entry['error']}")
+        else:
+            print(f"{entry['file']}  {entry['trigger']!r}  {entry['bytes']:,} bytes  base {entry['base'] or 'unnamed'}")
+    if not entries:
+        print(f"no concept files in {args.folder}")
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from tiny_engram.demo import run_demo
+
+    report = run_demo(args.out, subject=args.subject, trigger=args.trigger, steps=args.steps)
+    print(
+        f"{args.out / 'sheet.png'}: the pictures side by side\n"
+        f"{args.out / report['file']}: the concept, {report['file_bytes']:,} bytes, taught in {report['teaching_seconds']:.0f} s, "
+        f"peak memory {report['peak_memory_bytes'] / 2**30:.2f} GiB\n"
+        f"largest difference without the trigger: {report['largest_difference_without_trigger']}"
+    )
+    return 0
+
+
+VERBS = {"train": _train, "generate": _generate, "explain": _explain, "inspect": _inspect, "list": _list, "demo": _demo}
+
+
+def _quiet_libraries() -> None:
+    """Notices of the libraries below say nothing that a user of this command can act on; a hub download still shows its bar."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("tiny_engram").setLevel(logging.INFO)
+    # what fires is printed by `generate` and `explain` themselves
+    logging.getLogger("tiny_engram.engram_adapter").setLevel(logging.WARNING)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, 2 for a user's error, 130 for Ctrl-C."""
+    args = _parser().parse_args(argv)
+    _quiet_libraries()
+    try:
+        return VERBS[args.verb](args)
+    except TinyEngramError as error:
+        print(f"tiny-engram: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tiny-engram: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

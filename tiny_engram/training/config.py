@@ -1,0 +1,112 @@
+"""Everything a training run is told, in one frozen object. Names follow diffusers' training scripts. Imports no torch."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny_engram.errors import ConfigError
+
+__all__ = ["TrainConfig"]
+
+SCHEDULES = ("constant", "cosine", "linear")
+TRACKERS = ("none", "tensorboard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One concept, taught from one folder of pictures.
+
+    Attributes:
+        train_data_dir: folder of pictures; captions from metadata.jsonl, .txt files beside them, or `caption_template`.
+        trigger, aliases, name: the phrase that calls the concept, further spellings, the name it goes by (default: the trigger).
+        output_dir: gets concept.safetensors, logs/, validation/ and checkpoint-N/.
+        caption_template: one or more templates with `{trigger}`; used for pictures that have no caption.
+        caption_dropout: share of samples whose caption is cut down to the trigger alone, which teaches the bare prompt.
+        skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
+        resolution: side of the square pictures are cropped to; None takes the base's own.
+        learning_rate: Adam's rate for rows; gates take `gate_learning_rate`. No weight decay on either.
+        rho: bound of the residual as a share of the span's mean norm; None keeps ConceptConfig's.
+        snr_gamma: min-SNR weight of the loss; None weighs all timesteps alike.
+        ema_decay: of the rows that are validated and saved; 0 saves the last ones.
+        validation_prompts: with `{trigger}`; drawn every `validation_steps` steps from fixed seeds. 0 steps: never.
+        checkpointing_steps: 0 writes one at the end only. checkpoints_total_limit: oldest are deleted beyond it; None keeps all.
+        resume_from_checkpoint: a checkpoint folder, or "latest".
+    """
+
+    train_data_dir: str
+    trigger: str
+    aliases: tuple[str, ...] = ()
+    name: str | None = None
+    output_dir: str = "concept"
+    caption_template: tuple[str, ...] = ()
+    caption_dropout: float = 0.05
+    skip_bad_pictures: bool = False
+    resolution: int | None = None
+    train_batch_size: int = 8
+    max_train_steps: int = 400
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 2e-2
+    gate_learning_rate: float = 1e-2
+    lr_scheduler: str = "cosine"
+    lr_warmup_steps: int = 10
+    max_grad_norm: float = 1.0
+    rho: float | None = None
+    snr_gamma: float | None = 5.0
+    ema_decay: float = 0.98
+    mixed_precision: str = "no"
+    seed: int = 0
+    validation_prompts: tuple[str, ...] = ()
+    validation_steps: int = 0
+    validation_seeds: tuple[int, ...] = (0,)
+    validation_inference_steps: int = 25
+    validation_guidance_scale: float = 4.0
+    checkpointing_steps: int = 0
+    checkpoints_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    report_to: str = "tensorboard"
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, field: str, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}, expected {expected}")
+
+        for field in ("train_batch_size", "max_train_steps", "gradient_accumulation_steps", "validation_inference_steps"):
+            check(isinstance(getattr(self, field), int) and getattr(self, field) >= 1, field, "a whole number from 1")
+        for field in ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed"):
+            check(isinstance(getattr(self, field), int) and getattr(self, field) >= 0, field, "a whole number from 0")
+        for field in ("learning_rate", "gate_learning_rate", "max_grad_norm"):
+            value = getattr(self, field)
+            check(isinstance(value, int | float) and math.isfinite(value) and value > 0, field, "a number above 0")
+        check(0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
+        check(0 <= self.ema_decay < 1, "ema_decay", "a share from 0 to below 1")
+        check(self.rho is None or 0 < self.rho < math.inf, "rho", "a number above 0")
+        check(self.snr_gamma is None or 0 < self.snr_gamma < math.inf, "snr_gamma", "a number above 0")
+        check(self.resolution is None or self.resolution >= 8, "resolution", "at least 8 pixels")
+        check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
+        check(self.mixed_precision in ("no", "fp16", "bf16"), "mixed_precision", "no, fp16 or bf16")
+        check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
+        limit = self.checkpoints_total_limit
+        check(limit is None or limit >= 1, "checkpoints_total_limit", "a whole number from 1")
+        for field in ("caption_template", "validation_prompts"):
+            for text in getattr(self, field):
+                if "{trigger}" not in text and self.trigger not in text:
+                    raise ConfigError(f"{field} {text!r} does not hold the trigger; write {{trigger}} where it belongs")
+
+    @property
+    def concept_path(self) -> Path:
+        """Where the finished concept is written."""
+        return Path(self.output_dir) / "concept.safetensors"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rates at a step, counted from 0."""
+        warm = min(1.0, (step + 1) / max(1, self.lr_warmup_steps))
+        left = max(0.0, 1 - step / self.max_train_steps)
+        if self.lr_scheduler == "cosine":
+            return warm * 0.5 * (1 - math.cos(math.pi * left))
+        return warm * left if self.lr_scheduler == "linear" else warm

@@ -1,0 +1,322 @@
+"""The training loop: rows and gates of one concept, through the quantiser that stores them, against a frozen base.
+
+Accelerate carries device, precision, accumulation and trackers. The base's parameters get no gradient and no optimiser
+ever sees them. May import everything in tiny_engram but pipelines, studio and cli.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+from tqdm.auto import tqdm
+
+from tiny_engram.adapter import attach, find_adapter
+from tiny_engram.concept import Concept
+from tiny_engram.config import ConceptConfig
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.quantization import fake_quantize
+from tiny_engram.residual import Spans, apply_concept
+from tiny_engram.training import objective
+from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents
+from tiny_engram.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.data import Example, scan_folder
+from tiny_engram.training.validation import Validator, thumbnail_of
+
+__all__ = ["ConceptRows", "TrainResult", "denoising_loss", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+class ConceptRows(nn.Module):
+    """Masters of one concept at one mount: rows float32 `[positions, columns, head_dim]`, gain and bias `[positions]`."""
+
+    def __init__(self, concept: Concept, role: str) -> None:
+        super().__init__()
+        start = concept.mount_rows(role)
+        self.rho, self.basis_seed = start.rho, concept.config.basis_seed
+        self.rows = nn.Parameter(start.rows())
+        self.gain = nn.Parameter(start.gain.clone())
+        self.bias = nn.Parameter(start.bias.clone())
+
+    def forward(self, states: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """Text states with the concept in, as it would be served: rows go through the quantiser, gradients straight past it."""
+        rows = fake_quantize(self.rows)
+        return apply_concept(states, spans, rows, self.gain, self.bias, rho=self.rho, basis_seed=self.basis_seed)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run left: the concept as saved, where, and what it cost."""
+
+    concept: Concept
+    path: Path
+    steps: int
+    seconds: float
+    losses: tuple[float, ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Data:
+    """The frozen side of a step: everything that depends on the data alone."""
+
+    means: torch.Tensor
+    stds: torch.Tensor
+    captions: CaptionStates
+    choices: list[list[int]]
+    bare: list[int]
+
+
+def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: list[Example]) -> _Data:
+    spellings = (concept.trigger, *concept.aliases)
+    texts = [caption for example in examples for caption in example.captions] + list(spellings)
+    captions = cache_captions(adapter, concept, texts)
+    index = {text: i for i, text in enumerate(captions.texts)}
+    resolution = config.resolution or pipe.vae.config.sample_size
+    means, stds = cache_latents(pipe, examples, resolution)
+    return _Data(means, stds, captions, [[index[c] for c in e.captions] for e in examples], [index[s] for s in spellings])
+
+
+def _choose(items: list[int], share: float) -> int:
+    return items[int(share * len(items))]
+
+
+def denoising_loss(
+    pipe: Any, module: nn.Module, data: _Data, keys: list[objective.Draw], config: TrainConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted loss and plain squared error (both scalars) of one batch, whose every choice is in `keys`.
+
+    Timesteps are stratified over the batch: sample i of B takes the i-th of B equal shares of the schedule.
+    """
+    pictures = [int(key.picture * len(data.choices)) for key in keys]
+    picks = [
+        _choose(data.bare if key.drop < config.caption_dropout else data.choices[picture], key.caption)
+        for key, picture in zip(keys, pictures, strict=True)
+    ]
+    device, dtype = data.means.device, pipe.unet.dtype
+    steps = pipe.scheduler.config.num_train_timesteps
+    timesteps = torch.tensor([int((i + key.timestep) / len(keys) * steps) for i, key in enumerate(keys)], device=device)
+    noise = torch.stack([objective.noise_for(key, (2, *data.means.shape[1:])) for key in keys]).to(device)
+    latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
+    noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
+    states, spans = data.captions.batch(picks)
+    predicted = pipe.unet(noisy.to(dtype), timesteps, module(states, spans).to(dtype), return_dict=False)[0].float()
+    error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
+    return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean(), error.mean()
+
+
+@contextmanager
+def _frozen(*modules: nn.Module):
+    """Modules in eval mode and without gradients; every flag is put back afterwards."""
+    flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
+    modes = [(m, m.training) for m in modules]
+    try:
+        for p, _ in flags:
+            p.requires_grad_(False)
+        for m in modules:
+            m.eval()
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for m, mode in modes:
+            m.train(mode)
+
+
+class _Run:
+    """State of one run that changes with its steps."""
+
+    def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self.step = 0
+
+    def follow(self, decay: float) -> None:
+        """Move the running average; early steps count more, so that it forgets where it began."""
+        decay = min(decay, (1 + self.step) / (10 + self.step))
+        for name, p in self.module.named_parameters():
+            self.average[name].lerp_(p.detach(), 1 - decay)
+
+    def concept(self, start: Concept, role: str, recipe: dict[str, Any]) -> Concept:
+        """The averaged rows, quantised: what is validated and what is saved."""
+        made = start.with_rows(role, self.average["rows"], self.average["gain"], self.average["bias"])
+        return made.with_details(recipe=recipe)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
+        for name, p in self.module.named_parameters():
+            tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
+        return tensors
+
+    def restore(self, tensors: dict[str, torch.Tensor], step: int) -> None:
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                saved = tensors.get(f"master.{name}")
+                if saved is None or saved.shape != p.shape:
+                    have = "none" if saved is None else list(saved.shape)
+                    raise TinyEngramError(f"checkpoint {name}: {have}, expected {list(p.shape)}; resume with the trigger it was made for")
+                p.copy_(saved)
+                self.average[name].copy_(tensors[f"average.{name}"])
+                prefix = f"optimizer.{name}."
+                moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                # Adam keeps its step count on the CPU
+                self.optimizer.state[p] = {k: v.clone() if k == "step" else v.to(p.device) for k, v in moments.items()}
+        self.step = step
+
+
+def train(
+    pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None
+) -> TrainResult:
+    """Teach one concept and write it to `config.concept_path`.
+
+    Args:
+        pipe: a pipeline that `attach` knows; its own adapter is used if it has one. Nothing of it is changed.
+        on_step: called after each optimiser step with (steps done, loss).
+
+    Raises:
+        TinyEngramError: bad pictures or captions, a trigger that cannot be registered or is taken, no permission to write.
+        KeyboardInterrupt: after a checkpoint of the last whole step was written.
+    """
+    output = Path(config.output_dir)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".writable"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise TinyEngramError(f"{output}: cannot write there ({error.strerror}); choose another --output_dir") from error
+    adapter = find_adapter(pipe)
+    borrowed = adapter is not None
+    adapter = adapter or attach(pipe)
+    try:
+        with _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values())):
+            return _train(pipe, adapter, config, output, progress, on_step)
+    finally:
+        if not borrowed:
+            adapter.detach()
+
+
+def _train(
+    pipe: Any, adapter: Any, config: TrainConfig, output: Path, progress: bool, on_step: Callable[[int, float], None] | None
+) -> TrainResult:
+    (role,) = adapter.mounts
+    concept_config = ConceptConfig() if config.rho is None else ConceptConfig(rho=config.rho)
+    start = adapter.new_concept(config.trigger, config.aliases, config.name, concept_config)
+    taken = adapter.register(config.trigger, config.aliases).taken_by
+    if taken:
+        raise TinyEngramError(f"trigger {config.trigger!r} is already registered by concept {taken[0]!r}; unload that, or choose another")
+    examples, skipped = scan_folder(
+        config.train_data_dir, (start.trigger, *start.aliases), templates=config.caption_template, skip_bad=config.skip_bad_pictures
+    )
+    for line in skipped:
+        logger.warning("skipped: %s", line)
+
+    tracking = config.report_to != "none"
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        mixed_precision=config.mixed_precision,
+        log_with=config.report_to if tracking else None,
+        project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
+    )
+    module = ConceptRows(start, role)
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [module.rows], "lr": config.learning_rate},
+            {"params": [module.gain, module.bias], "lr": config.gate_learning_rate},
+        ],
+        betas=(0.9, 0.99),
+    )
+    base_rates = [group["lr"] for group in optimizer.param_groups]
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    module = accelerator.unwrap_model(wrapped)
+    run = _Run(module, optimizer.optimizer)
+    data = _prepare(pipe, adapter, start, config, examples)
+    validator = Validator(adapter, config, output / "validation")
+    losses: list[float] = []
+    if config.resume_from_checkpoint:
+        folder = find_checkpoint(output, config.resume_from_checkpoint)
+        if folder is not None:
+            tensors, state = load_checkpoint(folder)
+            run.restore(tensors, state["step"])
+            losses = list(state["losses"])
+            logger.info("resumed from %s", folder)
+    if accelerator.is_main_process and tracking:
+        accelerator.init_trackers("tiny-engram", config=_flat(config))
+    started = time.perf_counter()
+
+    def recipe() -> dict[str, Any]:
+        kept = ("max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed")
+        return {"method": "span", "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
+
+    def checkpoint() -> None:
+        if accelerator.is_main_process:
+            state = {"step": run.step, "losses": losses, "config": config.to_dict()}
+            made = run.concept(start, role, recipe())
+            save_checkpoint(output, run.step, run.tensors(), state, made, limit=config.checkpoints_total_limit)
+
+    shown = progress and accelerator.is_local_main_process
+    bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)
+    processes, rank = accelerator.num_processes, accelerator.process_index
+    share = config.train_batch_size
+    try:
+        while run.step < config.max_train_steps:
+            for group, rate in zip(run.optimizer.param_groups, base_rates, strict=True):
+                group["lr"] = rate * config.rate(run.step)
+            total = 0.0
+            for part in range(config.gradient_accumulation_steps):
+                first = (part * processes + rank) * share
+                keys = [objective.draw(config.seed, run.step, first + i) for i in range(share)]
+                with accelerator.accumulate(wrapped):
+                    loss, _ = denoising_loss(pipe, wrapped, data, keys, config)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                total += loss.item() / config.gradient_accumulation_steps
+            run.follow(config.ema_decay)
+            run.step += 1
+            losses.append(total)
+            bar.update()
+            bar.set_postfix(loss=f"{sum(losses[-25:]) / len(losses[-25:]):.3f}", refresh=False)
+            if tracking:
+                accelerator.log({"loss": total, "lr": run.optimizer.param_groups[0]["lr"]}, step=run.step)
+            if config.checkpointing_steps and run.step % config.checkpointing_steps == 0 and run.step < config.max_train_steps:
+                checkpoint()
+            if config.validation_steps and run.step % config.validation_steps == 0 and accelerator.is_main_process:
+                sheet = validator.draw(run.concept(start, role, recipe()), run.step)
+                if tracking and sheet is not None:
+                    for tracker in accelerator.trackers:
+                        tracker.log_images({"validation": sheet[None]}, step=run.step, dataformats="NHWC")
+            if on_step is not None:
+                on_step(run.step, total)
+    except KeyboardInterrupt:
+        bar.close()
+        checkpoint()
+        logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", run.step)
+        raise
+    finally:
+        bar.close()
+        if tracking:
+            accelerator.end_training()
+    checkpoint()
+    seconds = time.perf_counter() - started
+    made = run.concept(start, role, recipe()).with_details(thumbnail=thumbnail_of(examples[0]))
+    if accelerator.is_main_process:
+        made.save(config.concept_path)
+    return TrainResult(made, config.concept_path, run.step, seconds, tuple(losses), tuple(skipped))
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    """Trackers take numbers, strings and bools only."""
+    plain = (int, float, str, bool)
+    return {k: v if isinstance(v, plain) else str(v) for k, v in config.to_dict().items()}

@@ -1,0 +1,80 @@
+"""The denoising loss, with every random choice keyed by (seed, step, sample). Imports torch only.
+
+Keys instead of generator state: a resumed run, a run on another number of processes and a run with validation in it
+draw the same pictures, captions, timesteps and noise.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiny_engram.errors import TinyEngramError
+
+__all__ = ["Draw", "add_noise", "draw", "loss_weights", "target_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One sample's choices: picture and caption as shares in [0, 1), timestep share in [0, 1), drop, and a seed for the noise."""
+
+    picture: float
+    caption: float
+    timestep: float
+    drop: float
+    noise_seed: int
+
+
+def draw(seed: int, step: int, sample: int) -> Draw:
+    """The choices of sample number `sample` of the global batch at `step`."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{sample}".encode(), digest_size=40).digest()
+    words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 40, 8)]
+    picture, caption, timestep, drop = (w / 2**64 for w in words[:4])
+    return Draw(picture, caption, timestep, drop, words[4] >> 1)
+
+
+def noise_for(key: Draw, shape: tuple[int, ...]) -> torch.Tensor:
+    """Standard normal noise, float32, drawn on the CPU so that every device gets the same."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(key.noise_seed))
+
+
+def signal_noise(scheduler: Any, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of picture and noise at each timestep: float32 `[B, 1, 1, 1]` each."""
+    alphas = scheduler.alphas_cumprod.to(timesteps.device, torch.float32)[timesteps]
+    return alphas.sqrt().view(-1, 1, 1, 1), (1 - alphas).sqrt().view(-1, 1, 1, 1)
+
+
+def add_noise(scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    signal, level = signal_noise(scheduler, timesteps)
+    return signal * latents + level * noise
+
+
+def target_of(scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    """What the denoiser should say, by the scheduler's prediction type."""
+    kind = scheduler.config.prediction_type
+    if kind == "epsilon":
+        return noise
+    if kind == "sample":
+        return latents
+    if kind == "v_prediction":
+        signal, level = signal_noise(scheduler, timesteps)
+        return signal * noise - level * latents
+    raise TinyEngramError(f"prediction_type {kind!r} of the scheduler, expected epsilon, sample or v_prediction")
+
+
+def loss_weights(scheduler: Any, timesteps: torch.Tensor, gamma: float | None) -> torch.Tensor:
+    """Min-SNR weights `[B]` (Hang et al. 2023, arXiv 2303.09556).
+
+    For v-prediction in the soft form min(1, (gamma + 1) / (snr + 1)), which does not vanish where the SNR does: the
+    layout of a picture is decided there.
+    """
+    if gamma is None:
+        return torch.ones(len(timesteps), device=timesteps.device)
+    alphas = scheduler.alphas_cumprod.to(timesteps.device, torch.float32)[timesteps]
+    snr = alphas / (1 - alphas).clamp(min=1e-12)
+    kind = scheduler.config.prediction_type
+    if kind == "v_prediction":
+        return ((gamma + 1) / (snr + 1)).clamp(max=1)
+    clipped = snr.clamp(max=gamma)
+    return clipped if kind == "sample" else clipped / snr.clamp(min=1e-12)

@@ -1,0 +1,79 @@
+"""Pictures drawn during training, from fixed seeds, with the very rows that would be saved. May import torch, numpy and Pillow."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from tiny_engram.concept import Concept
+from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.data import Example, load_picture
+
+__all__ = ["Validator", "draw_pictures", "thumbnail_of"]
+
+
+def draw_pictures(
+    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None
+) -> np.ndarray:
+    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i]."""
+    size = pipe.vae.config.sample_size
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    disabled = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        images = pipe(
+            prompts,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            negative_prompt=None if negative_prompt is None else [negative_prompt] * len(prompts),
+            generator=generators,
+            height=size,
+            width=size,
+            output_type="np",
+        ).images
+    finally:
+        pipe.set_progress_bar_config(**(disabled or {"disable": False}))
+    return (images * 255).round().astype(np.uint8)
+
+
+def thumbnail_of(example: Example, side: int = 64) -> str:
+    """A training picture as a WebP data URI, for the concept file."""
+    buffer = io.BytesIO()
+    ImageOps.fit(load_picture(example.path), (side, side)).save(buffer, "WEBP", quality=80)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+class Validator:
+    """Draws `config.validation_prompts` with a concept loaded, and leaves the pipeline as it was."""
+
+    def __init__(self, adapter: Any, config: TrainConfig, folder: Path) -> None:
+        self.adapter, self.config, self.folder = adapter, config, folder
+
+    def draw(self, concept: Concept, step: int) -> np.ndarray | None:
+        """Writes step-N.png, a column a prompt and a row a seed, and returns it (uint8 `[h, w, 3]`); None without prompts."""
+        config = self.config
+        prompts = [p.replace("{trigger}", concept.trigger) for p in config.validation_prompts]
+        if not prompts:
+            return None
+        name = self.adapter.load_concept(concept, rename=True)
+        try:
+            rows = [
+                draw_pictures(
+                    self.adapter.pipe,
+                    prompts,
+                    [seed] * len(prompts),
+                    steps=config.validation_inference_steps,
+                    guidance=config.validation_guidance_scale,
+                )
+                for seed in config.validation_seeds
+            ]
+        finally:
+            self.adapter.unload_concept(name)
+        sheet = np.concatenate([np.concatenate(list(row), 1) for row in rows], 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(sheet).save(self.folder / f"step-{step}.png")
+        return sheet
