@@ -27,8 +27,11 @@ from models import build_vae
 TOKENIZER = Path(__file__).resolve().parents[1] / "bases" / "emoji-sd" / "tokenizer"
 EMPTY_SHARE = 0.1
 MADE_UP_SHARE = 0.1
-_ONSET = "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr kr pl pr sh sk sl st th tr zh".split()
-_VOWEL = "a e i o u ai ee oo ou".split()
+_ONSET = [
+    "b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "bl", "br", "ch",
+    "cl", "cr", "dr", "fl", "fr", "gl", "gr", "kr", "pl", "pr", "sh", "sk", "sl", "st", "th", "tr", "zh",
+]  # fmt: skip
+_VOWEL = ["a", "e", "i", "o", "u", "ai", "ee", "oo", "ou"]
 _CODA = ["", "", "", "b", "d", "g", "k", "l", "m", "n", "p", "r", "s", "t", "x", "z", "rn", "st", "lk"]
 
 

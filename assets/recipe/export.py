@@ -1,12 +1,15 @@
 """Assembles the pipeline folder from what the training scripts left: fp16 weights, loadable with plain from_pretrained.
 
-    python assets/recipe/export.py                                          # build/base/run -> assets/bases/emoji-sd
+    python assets/recipe/export.py                      # build/base/run -> assets/bases/emoji-sd
     python assets/recipe/export.py --to DIR
+
+What the scripts measured while training goes beside the weights, as metrics.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
@@ -52,6 +55,8 @@ def main() -> None:
         # the files of the tokenizer's source stay as they came
         shutil.rmtree(tokenizer)
         shutil.move(kept, tokenizer)
+    metrics = {part: json.loads((args.run / f"{part}.json").read_text()) for part in ("vae", "denoiser")}
+    (args.to / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     print(f"written to {args.to}")
 
 

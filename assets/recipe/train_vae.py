@@ -14,7 +14,6 @@ import time
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from compose import BUILD, Compositor, Layout, load_names, random_layout
@@ -130,7 +129,6 @@ def main() -> None:
     step_forward = forward if args.no_compile else torch.compile(forward)
     steps = args.steps
     bank = random_layout(2_000_000 if device == "cuda" else 20_000, train, pairs=0.3, seed=args.seed).to(device)
-    # a third is drawn larger than life: close-ups teach texture
     clock = None
     step = 0
     while step < steps:

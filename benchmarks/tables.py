@@ -1,0 +1,106 @@
+"""Puts the tables of benchmarks/results into Markdown files, so that no figure in a document is typed by hand.
+
+    python benchmarks/tables.py README.md assets/bases/emoji-sd/README.md
+
+Between the lines `<!-- table:NAME -->` and `<!-- /table:NAME -->` everything is replaced by the table of
+benchmarks/results/NAME.json. Such a file is a JSON object with
+
+    table      a list of flat objects, one a row, all with the same keys, which are the column heads; required
+    note       a sentence to stand under the table
+    commit, machine, versions    what `circumstances` returns: where the figures come from
+
+Imports the standard library only; benchmarks take `circumstances` from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- /table:(?P=name) -->)", re.DOTALL)
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def circumstances(*packages: str, depends_on: Sequence[str] = (".",), accelerator: str | None = None) -> dict[str, Any]:
+    """Commit, machine and versions of Python and `packages`, to be merged into a result.
+
+    The commit ends in "-dirty" while tracked files under `depends_on`, relative to the repository, differ from it, results
+    and Markdown aside: such figures are not for keeping. The machine is named by its kind, never by its host:
+    `accelerator`, or the number and architecture of its cores.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if _git("status", "--porcelain", "--untracked-files=no", "--", *depends_on, ":!*.md", ":!benchmarks/results"):
+        commit += "-dirty"
+    machine = accelerator or f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"commit": commit, "machine": machine, "versions": versions}
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def render(report: dict[str, Any], source: str) -> str:
+    """The Markdown table of one result, with its note and a line that says where the figures come from."""
+    rows = report["table"]
+    heads = list(rows[0])
+    wrong = [i for i, row in enumerate(rows) if list(row) != heads]
+    if wrong:
+        raise ValueError(f"{source}: rows {wrong} have other keys than the first, {heads}: every row needs the same columns")
+    numeric = [all(isinstance(row[head], int | float) for row in rows) for head in heads]
+    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---:' if n else '---' for n in numeric)} |"]
+    lines += [f"| {' | '.join(_cell(value) for value in row.values())} |" for row in rows]
+    if report.get("note"):
+        lines += ["", report["note"]]
+    if report.get("commit"):
+        versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
+        lines += ["", f"Measured on a {report['machine']} ({versions}) at commit {report['commit'][:12]}: `{source}`."]
+    return "\n".join(lines) + "\n"
+
+
+def fill_in(text: str) -> str:
+    """`text` with every marked place replaced by the table of its result."""
+
+    def replaced(match: re.Match[str]) -> str:
+        path = RESULTS / f"{match['name']}.json"
+        if not path.exists():
+            raise FileNotFoundError(f"table:{match['name']}: no {path.relative_to(ROOT)}; run the benchmark that writes it")
+        table = render(json.loads(path.read_text()), str(path.relative_to(ROOT)))
+        return f"{match[1]}{table}{match[4]}"
+
+    return MARKED.sub(replaced, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
+        text = path.read_text()
+        found = [match["name"] for match in MARKED.finditer(text)]
+        if not found:
+            parser.error(f"{path}: holds no '<!-- table:NAME -->' ... '<!-- /table:NAME -->'")
+        path.write_text(fill_in(text))
+        print(f"{path}: {', '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()
