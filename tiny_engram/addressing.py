@@ -6,9 +6,11 @@ counter of the newcomer is raised until they do not: rows move, values do not.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from tiny_engram.config import ConceptConfig
@@ -91,7 +93,18 @@ class RowBank:
         """int64 `[positions, columns]`: the concept's addresses as of now."""
         return self._placed[name].row_ids
 
-    def lookup(self, name: str, canonical: torch.Tensor, offset: int, *, missing: Literal["raise", "zero"] = "raise") -> torch.Tensor:
-        """Rows of spans of one group: canonical ids int64 `[spans, length]` -> float32 `[spans, length, columns, head_dim]`."""
-        salt = self._placed[name].salts[offset : offset + canonical.shape[-1]].expand(canonical.shape)
-        return self.table.lookup(self.hasher.rows(canonical, salt=salt), missing=missing)
+    def lookup(self, spans: Sequence[tuple[str, int, Sequence[int]]], *, missing: Literal["raise", "zero"] = "raise") -> torch.Tensor:
+        """Rows of spans of any concepts in one pass: (name, offset among the concept's positions, the span's canonical ids) each.
+
+        Returns float32 `[N, columns, head_dim]` for the N positions of all spans, span by span.
+        """
+        longest = max(len(ids) for _, _, ids in spans)
+        # Padding stands on the right: a suffix n-gram looks back, so no position inside a span sees it.
+        canonical = torch.tensor([[*ids, *[0] * (longest - len(ids))] for _, _, ids in spans])
+        salts = np.zeros(canonical.shape, dtype=np.int64)
+        for salt, (name, offset, ids) in zip(salts, spans, strict=True):
+            salt[: len(ids)] = self._placed[name].salts.numpy()[offset : offset + len(ids)]
+        inside = torch.tensor([k * longest + p for k, (_, _, ids) in enumerate(spans) for p in range(len(ids))])
+        return self.table.lookup(
+            self.hasher.rows(canonical, salt=torch.from_numpy(salts)).flatten(0, 1).index_select(0, inside), missing=missing
+        )

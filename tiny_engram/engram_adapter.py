@@ -114,10 +114,15 @@ class EngramAdapter:
         self._watch.hook.detach()
 
     def _log(self, role: str, plan: list[Fired]) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        places: dict[str, list[str]] = {}
         for fired in plan:
-            places = zip(fired.spans.batch.tolist(), fired.spans.start.tolist(), fired.spans.length.tolist(), strict=True)
-            text = ", ".join(f"row {b} tokens {s}..{s + n - 1}" for b, s, n in places)
-            logger.info("concept %r fires at %s: %s (strength %g)", fired.name, role, text, self._concepts[fired.name].strength)
+            spans = zip(fired.names, fired.spans.batch.tolist(), fired.spans.start.tolist(), fired.spans.length.tolist(), strict=True)
+            for name, b, s, n in spans:
+                places.setdefault(name, []).append(f"row {b} tokens {s}..{s + n - 1}")
+        for name, where in places.items():
+            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._concepts[name].strength)
 
     def _encoders(self) -> dict[str, tuple[str, Any]]:
         """Role -> (attribute, the encoder that the pipeline has there now)."""

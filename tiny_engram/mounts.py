@@ -215,11 +215,14 @@ class SpanMount:
         state = self._state
         if state.inside or not state.skipped or tuple(output.shape[:2]) != state.shape:
             return None
+        begin = time.perf_counter()
         plan, state.skipped = state.skipped, []
-        return self._apply(output, plan)
+        result = self._apply(output, plan)
+        self.seconds += time.perf_counter() - begin
+        return result
 
     def _apply(self, hidden: torch.Tensor, plan: list[Fired]) -> torch.Tensor:
-        """All residuals; the spans never overlap, so their order does not matter."""
+        """All residuals, one pass per bank; spans never overlap, so the order does not matter."""
         expected = (*self._state.shape, self.store.width)
         if tuple(hidden.shape) != expected:
             raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")

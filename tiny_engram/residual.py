@@ -1,4 +1,4 @@
-"""What a concept does to hidden states at its spans: one function that serving and training both call. Imports kernels only.
+"""What a concept does to hidden states at its spans: one function that serving and training both call. Imports numpy and kernels.
 
 A fired position's result depends on its own span alone: every sum runs in a fixed order that no other row of the batch can change.
 """
@@ -6,6 +6,7 @@ A fired position's result depends on its own span alone: every sum runs in a fix
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tiny_engram.kernels.fixed_basis import fixed_basis
@@ -16,9 +17,9 @@ __all__ = ["Spans", "apply_concept", "apply_spans"]
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Places in a batch where one concept fires; int64 CPU tensors `[spans]`.
+    """Places in a batch where concepts fire; int64 CPU tensors `[spans]`.
 
-    `offset` is where the span's rows start among the concept's positions (0 for its first spelling).
+    `offset` is where the span's rows start among its concept's positions (0 for its first spelling).
     """
 
     batch: torch.Tensor
@@ -37,12 +38,18 @@ class Spans:
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch row, time and row position of every fired position, int64 `[N]`, span by span."""
-        step = torch.cat([torch.arange(n) for n in self.length.tolist()]) if len(self) else self.length
-        return (
-            self.batch.repeat_interleave(self.length),
-            self.start.repeat_interleave(self.length) + step,
-            self.offset.repeat_interleave(self.length) + step,
-        )
+        owner, step = _owner_and_step(self.length)
+        return self.batch[owner], self.start[owner] + step, self.offset[owner] + step
+
+
+def _owner_and_step(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each position of spans of these lengths (int64 CPU `[spans]`): its span, and its place inside it; int64 `[N]`.
+
+    By numpy: torch's repeat_interleave wakes the thread pool for any two spans, which costs milliseconds when the cores are busy.
+    """
+    count = length.numpy()
+    owner = np.repeat(np.arange(len(count)), count)
+    return torch.from_numpy(owner), torch.from_numpy(np.arange(len(owner)) - (count.cumsum() - count)[owner])
 
 
 def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
@@ -57,13 +64,15 @@ def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
 def span_mean_norm(h: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
     """Mean of |h| over each span, repeated at its positions: h float32 `[N, width]`, length `[spans]` -> float32 `[N]`."""
     norms = _ordered_sum(h * h).sqrt()
+    owner, _ = _owner_and_step(length)
     first = (length.cumsum(0) - length).to(h.device)
+    longest = int(length.max())
     length = length.to(h.device)
     total = torch.zeros(len(length), dtype=norms.dtype, device=h.device)
-    for step in range(int(length.max())):
+    for step in range(longest):
         # A span that is over adds an exact zero.
         total = total + torch.where(step < length, norms[(first + step).clamp(max=len(norms) - 1)], 0.0)
-    return (total / length).repeat_interleave(length)
+    return (total / length).index_select(0, owner.to(h.device))
 
 
 def apply_spans(
@@ -72,18 +81,17 @@ def apply_spans(
     rows: torch.Tensor,
     gain: torch.Tensor,
     bias: torch.Tensor,
+    scale: torch.Tensor,
     *,
-    scale: float,
     basis_seed: int,
 ) -> torch.Tensor:
-    """Hidden states with one concept's residual added at its spans; all other positions keep their bits.
+    """Hidden states with the residual added at spans of any concepts; all other positions keep their bits.
 
     Args:
         hidden: `[batch, time, width]`, any float dtype and device.
-        spans: where the concept fires; N positions in all.
+        spans: where concepts fire; N positions in all, no position twice.
         rows: float32 `[N, columns, head_dim]`, one set per fired position, in the order of `spans.flat()`.
-        gain, bias: float32 `[N]`.
-        scale: strength * rho.
+        gain, bias, scale: float32 `[N]`; scale is strength * rho.
         basis_seed: of the fixed key (2 * seed) and value (2 * seed + 1) bases.
 
     Returns:
@@ -101,7 +109,7 @@ def apply_spans(
         fixed_basis(e, width=width, seed=2 * basis_seed + 1),
         gain=gain.to(hidden.device),
         bias=bias.to(hidden.device),
-        scale=torch.full((len(h),), scale, dtype=torch.float32, device=hidden.device),
+        scale=scale.to(hidden.device),
         mean_norm=span_mean_norm(h, spans.length),
     )
     return hidden.index_put((batch, time), (h + residual).to(hidden.dtype))
@@ -126,4 +134,5 @@ def apply_concept(
     if not len(spans):
         return hidden
     at = spans.flat()[2].to(rows.device)
-    return apply_spans(hidden, spans, rows[at], gain[at], bias[at], scale=strength * rho, basis_seed=basis_seed)
+    scale = torch.full((len(at),), strength * rho, dtype=torch.float32)
+    return apply_spans(hidden, spans, rows[at], gain[at], bias[at], scale, basis_seed=basis_seed)

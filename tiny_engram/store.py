@@ -13,7 +13,7 @@ from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import MountRows
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.matching import Matches, TriggerIndex
+from tiny_engram.matching import Entry, TriggerIndex
 from tiny_engram.residual import Spans, apply_spans
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger
@@ -31,27 +31,30 @@ def checked_strength(value: object) -> float:
 @dataclass(slots=True)
 class _Member:
     bank: RowBank
-    gain: torch.Tensor
-    bias: torch.Tensor
+    gain: list[float]
+    bias: list[float]
     rho: float
     strength: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """One concept's spans in a batch with the rows read for them: rows float32 `[N, columns, head_dim]`, gain, bias `[N]`."""
+    """The spans that fire in a batch, of all concepts in one bank, with the rows read for their N positions.
 
-    name: str
+    `names` holds the concept of each span; rows float32 `[N, columns, head_dim]`; gain, bias and scale (strength * rho) float32 `[N]`.
+    """
+
+    names: tuple[str, ...]
     spans: Spans
     rows: torch.Tensor
     gain: torch.Tensor
     bias: torch.Tensor
-    scale: float
+    scale: torch.Tensor
     basis_seed: int
 
     def apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[batch, time, width]` with the residual at the spans."""
-        return apply_spans(hidden, self.spans, self.rows, self.gain, self.bias, scale=self.scale, basis_seed=self.basis_seed)
+        return apply_spans(hidden, self.spans, self.rows, self.gain, self.bias, self.scale, basis_seed=self.basis_seed)
 
 
 class ConceptStore:
@@ -107,7 +110,7 @@ class ConceptStore:
         except Exception:
             self.index.remove(name)
             raise
-        self._members[name] = _Member(bank, rows.gain, rows.bias, rows.rho, strength)
+        self._members[name] = _Member(bank, rows.gain.tolist(), rows.bias.tolist(), rows.rho, strength)
         self.set_strength(name, strength)
         return counter
 
@@ -122,40 +125,31 @@ class ConceptStore:
         self._members[name].strength = strength
         self.index.set_silent(name, strength == 0.0)
 
-    def spans(self, matches: Matches) -> dict[str, list[tuple[int, int, int, int]]]:
-        """Fired places per concept: (batch, start, length, offset)."""
-        found: dict[str, list[tuple[int, int, int, int]]] = {}
-        for b, s, n, e in zip(*(a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry)), strict=True):
-            entry = self.index.entries[e]
-            found.setdefault(entry.name, []).append((b, s, n, entry.group.offset))
-        return found
-
     def plan(self, input_ids: torch.Tensor) -> list[Fired]:
-        """Which concepts fire where, with their rows read from the table: input_ids int64 `[batch, time]`, any device."""
+        """What fires where, with the rows read from the table: input_ids int64 `[batch, time]`, any device; one entry per bank."""
         if not self._members:
             return []
         ids = input_ids.detach().cpu().numpy()
         matches = self.index.match(ids)
-        return [self._read(name, places, ids) for name, places in self.spans(matches).items()] if len(matches) else []
+        by_bank: dict[int, list[tuple[int, int, int, Entry]]] = {}
+        for b, s, n, e in zip(*(a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry)), strict=True):
+            entry = self.index.entries[e]
+            by_bank.setdefault(id(self._members[entry.name].bank), []).append((b, s, n, entry))
+        return [self._read(places, ids) for places in by_bank.values()]
 
-    def _read(self, name: str, places: list[tuple[int, int, int, int]], ids: np.ndarray) -> Fired:
-        """Ids -> canonical ids -> row ids -> rows, for one concept; spans of one group are read together."""
-        member = self._members[name]
-        by_group: dict[int, list[tuple[int, int, int, int]]] = {}
-        for place in places:
-            by_group.setdefault(place[3], []).append(place)
-        rows = []
-        for offset, group in by_group.items():
-            canonical = np.stack([self._canonical[ids[b, s : s + n]] for b, s, n, _ in group])
-            rows.append(member.bank.lookup(name, torch.from_numpy(canonical), offset).flatten(0, 1))
-        spans = Spans.of(place for group in by_group.values() for place in group)
-        at = spans.flat()[2]
+    def _read(self, places: list[tuple[int, int, int, Entry]], ids: np.ndarray) -> Fired:
+        """Ids -> canonical ids -> row ids -> rows, for all spans of one bank at once."""
+        # Clipped: ids beyond the base's vocabulary (a user's added tokens) are in no trigger, but may stand beside one.
+        canonical = self._canonical.take(ids, mode="clip").tolist()
+        asked = [(entry.name, entry.group.offset, canonical[b][s : s + n]) for b, s, n, entry in places]
+        own = [(self._members[name], slice(o, o + len(span))) for name, o, span in asked]
+        bank = own[0][0].bank
         return Fired(
-            name,
-            spans,
-            torch.cat(rows),
-            member.gain[at],
-            member.bias[at],
-            member.strength * member.rho,
-            member.bank.basis_seed,
+            tuple(name for name, _, _ in asked),
+            Spans.of((b, s, n, entry.group.offset) for b, s, n, entry in places),
+            bank.lookup(asked),
+            torch.tensor([g for m, at in own for g in m.gain[at]]),
+            torch.tensor([g for m, at in own for g in m.bias[at]]),
+            torch.tensor([m.strength * m.rho for m, at in own for _ in m.gain[at]]),
+            bank.basis_seed,
         )
