@@ -1,0 +1,72 @@
+"""The README runs: its Python on the embedded base (few steps), its commands through the parser, its links and paths exist."""
+
+import re
+import shlex
+
+import pytest
+import torch
+
+import tiny_engram
+from tiny_engram.pipelines.loaders import load_pipeline
+
+
+@pytest.fixture(scope="module")
+def readme(repo_root) -> str:
+    return (repo_root / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def fewer_steps(code: str) -> str:
+    short, count = re.subn(r"(num_inference_steps|max_train_steps)=\d+", r"\1=1", code)
+    assert count, f"the snippet no longer sets its steps, so it would take minutes here:\n{code}"
+    return short
+
+
+@pytest.fixture
+def checkout(repo_root, tmp_path, monkeypatch):
+    """A working directory with the assets and, in place of what `make demo` writes, an untrained concept."""
+    (tmp_path / "assets").symlink_to(repo_root / "assets")
+    (tmp_path / "out" / "demo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_using_a_concept(readme, checkout, capsys):
+    code = next(code for code in blocks(readme, "python") if "load_concept" in code)
+    pipe = load_pipeline(device="cpu")
+    adapter = tiny_engram.attach(pipe)
+    concept = adapter.new_concept("octo-blip")
+    old = concept.mount_rows("clip_l")
+    concept.with_rows("clip_l", torch.ones(old.payload.shape), old.gain, old.bias).save("out/demo/concept.safetensors")
+    adapter.detach()
+    exec(compile(fewer_steps(code), "README.md", "exec"), {"__name__": "readme"})
+    assert "fires: octo-blip" in capsys.readouterr().out
+    assert (checkout / "octo-blip.png").stat().st_size > 0
+
+
+def test_teaching_a_concept(readme, checkout, capsys):
+    code = next(code for code in blocks(readme, "python") if "TrainConfig" in code)
+    exec(compile(fewer_steps(code), "README.md", "exec"), {"__name__": "readme"})
+    assert "bytes of rows and gates" in capsys.readouterr().out
+    assert tiny_engram.Concept.load(checkout / "out/duck/concept.safetensors").trigger == "zed-quack"
+
+
+def test_every_command_is_understood(readme):
+    from tiny_engram.cli import _parser
+
+    commands = [shlex.split(line) for block in blocks(readme, "sh") for line in block.splitlines()]
+    assert {command[0] for command in commands} == {"tiny-engram"}
+    assert {_parser().parse_args(command[1:]).verb for command in commands} == {"train", "generate", "explain", "inspect", "list", "demo"}
+
+
+def test_what_it_points_to_exists(readme, repo_root):
+    named = set(re.findall(r"\]\((?!https?:)([^)#]+)\)", readme)) - {"docs/images/demo.png"}
+    named |= set(re.findall(r"`((?:benchmarks|assets|kernels|pipelines|tests|tiny_engram)/[\w./-]*)`", readme))
+    named |= set(re.findall(r"\b(benchmarks/\w+\.py)\b", readme))
+    lacking = sorted(path for path in named if not (repo_root / path).exists())
+    assert len(named) > 6 and not lacking
+    targets = re.findall(r"^([\w-]+):", (repo_root / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", readme)) - {"it"} <= {*targets}
