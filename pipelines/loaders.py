@@ -30,7 +30,7 @@ def load_pipeline(model: str | Path | None = None, *, dtype: str = "float32", de
     """A diffusers pipeline, ready to run; `model` None means the embedded base.
 
     dtype: "float32", "float16" or "bfloat16". device None: CUDA if there is one.
-    Raises TinyEngramError: no such model, or no embedded base beside this installation.
+    Raises TinyEngramError: no such model or device, or no embedded base beside this installation.
     """
     import torch
     from diffusers import DiffusionPipeline
@@ -47,7 +47,12 @@ def load_pipeline(model: str | Path | None = None, *, dtype: str = "float32", de
         with warnings.catch_warnings(), _without_bars(diffusers_logging, transformers_logging):
             warnings.simplefilter("ignore", FutureWarning)
             pipe = DiffusionPipeline.from_pretrained(str(model), torch_dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged folders make the loaders raise anything, SafetensorError and AttributeError included
         reason = " ".join(str(error).split())[:200]
         raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({reason}); expected a diffusers folder or hub id") from error
-    return pipe.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return pipe.to(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TinyEngramError(f"device {device!r} cannot be used ({reason}); expected cpu, or cuda where there is a GPU") from error

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import struct
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
-from tiny_engram import concept_file
 from tiny_engram.concept import Concept, ConceptFileError
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
@@ -99,7 +99,7 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_nothing(make, saved, monkey
     def fail(*args):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(concept_file.os, call, fail)
+    monkeypatch.setattr(os, call, fail)
     with pytest.raises(ConceptFileError, match=os.strerror(code)) as caught:
         make("zqx").save(saved)
     assert "\n" not in str(caught.value)
@@ -113,7 +113,7 @@ def test_no_permission_and_missing_folder_are_one_line(make, tmp_path, monkeypat
     def deny(**options):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(concept_file.tempfile, "mkstemp", deny)
+    monkeypatch.setattr(tempfile, "mkstemp", deny)
     with pytest.raises(ConceptFileError, match="Permission denied; free|Permission denied"):
         make().save(tmp_path / "c.safetensors")
     assert list(tmp_path.iterdir()) == []

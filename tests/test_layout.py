@@ -22,6 +22,7 @@ FLOORS = {
     "tiny_engram.pipelines": 4,
     "tiny_engram.studio": 5,
     "tiny_engram.cli": 5,
+    "tiny_engram.demo": 5,
     "tiny_engram.__main__": 5,
 }
 CONCEPTS = 2

@@ -11,12 +11,13 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiny_engram import __version__
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.files import check_writable
 from tiny_engram.training.config import TrainConfig
 
 __all__ = ["main"]
@@ -51,14 +52,23 @@ def _add_concepts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concept", action="append", default=[], metavar="FILE[=STRENGTH]", help="a concept file; may be repeated")
 
 
+def _or_none(kind: type) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    convert.__name__ = f"{kind.__name__} or none"
+    return convert
+
+
 def _add_fields(parser: argparse.ArgumentParser) -> None:
     """One option for each field of TrainConfig."""
     hints = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
-        hint, options = hints[field.name], dict[str, Any]()
+        hint = hints[field.name]
+        options: dict[str, Any]
         if isinstance(hint, types.UnionType):
-            hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
-        if hint is bool:
+            options = {"type": _or_none(next(t for t in typing.get_args(hint) if t is not types.NoneType))}
+        elif hint is bool:
             options = {"action": "store_true"}
         elif typing.get_origin(hint) is tuple:
             options = {"nargs": "+", "type": typing.get_args(hint)[0]}
@@ -155,7 +165,7 @@ def _generate(args: argparse.Namespace) -> int:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    from tiny_engram.training.validation import draw_pictures
+    from tiny_engram.training.validation import draw_pictures, save_picture
 
     for name in ("num_images", "num_inference_steps"):
         if getattr(args, name) < 1:
@@ -163,6 +173,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.output.suffix.lower() != ".png":
         raise TinyEngramError(f"--output {str(args.output)!r}: expected a file name ending in .png")
     pipe, adapter = _pipeline_with_concepts(args)
+    check_writable(args.output.parent)
     print(adapter.explain(args.prompt, args.negative_prompt), file=sys.stderr)
     for k in range(args.num_images):
         picture = draw_pictures(
@@ -178,12 +189,7 @@ def _generate(args: argparse.Namespace) -> int:
         settings |= {"num_inference_steps": args.num_inference_steps, "guidance_scale": args.guidance_scale}
         info = PngInfo()
         info.add_itxt("parameters", json.dumps(settings))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(picture).save(path, pnginfo=info)
-        except OSError as error:
-            raise TinyEngramError(f"{path}: cannot write there ({error.strerror or error}); choose another --output") from error
-        print(path)
+        print(save_picture(Image.fromarray(picture), path, pnginfo=info))
     return 0
 
 
@@ -296,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return VERBS[args.verb](args)
     except TinyEngramError as error:
-        print(f"tiny-engram: {error}", file=sys.stderr)
+        print("tiny-engram: " + str(error).replace("\n", " "), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tiny-engram: stopped", file=sys.stderr)

@@ -1,14 +1,11 @@
 """The file of one concept: safetensors with a JSON description in its metadata, written atomically and read with bounds.
 
-Imports safetensors, torch, config and errors. The header is checked (length, JSON, metadata types, tensor types and offsets) before any
-tensor is made.
+Imports safetensors, torch, config, errors and files. The header is checked (length, JSON, metadata types, tensor types and offsets)
+before any tensor is made.
 """
 
-import contextlib
 import json
-import os
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from safetensors.torch import save as save_bytes
 
 from tiny_engram.config import FORMAT_VERSION
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.files import write_atomically
 
 __all__ = ["ConceptFileError", "pack_metadata", "read", "write"]
 
@@ -57,38 +55,12 @@ def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
         raise ConceptFileError(
             f"{path}: the concept takes {len(blob)} bytes, expected at most {MAX_FILE}; use a smaller thumbnail or recipe"
         )
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(blob)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-        temporary = None
-        _sync_folder(path.parent)
+        return write_atomically(path, blob)
     except OSError as error:
         raise ConceptFileError(
             f"{path}: cannot write the concept ({error.strerror or error}); free space or choose another folder"
         ) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-    return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:

@@ -17,11 +17,12 @@ from PIL import Image
 
 from tiny_engram.adapter import attach
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.files import check_writable
 from tiny_engram.pipelines.loaders import EMBEDDED_BASE, load_pipeline
 from tiny_engram.sheet import Sheet
 from tiny_engram.training import TrainConfig, train
 from tiny_engram.training.data import load_picture, scan_folder
-from tiny_engram.training.validation import draw_pictures
+from tiny_engram.training.validation import draw_pictures, save_picture
 
 __all__ = ["CONTEXTS", "run_demo"]
 
@@ -53,11 +54,9 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _draw(pipe: Any, prompts: list[str], seed: int) -> np.ndarray:
-    return draw_pictures(pipe, prompts, [seed] * len(prompts), steps=25, guidance=4.0)
-
-
-def run_demo(out: Path, *, subject: str = "octopus", trigger: str = "octo-blip", steps: int | None = None) -> dict[str, Any]:
+def run_demo(
+    out: Path, *, subject: str = "octopus", trigger: str = "octo-blip", steps: int | None = None, inference_steps: int = 25
+) -> dict[str, Any]:
     """Teaches `subject`, writes concept.safetensors, sheet.png and report.json to `out`, returns the report.
 
     Raises TinyEngramError for a subject that has no example pictures, or if a picture without the trigger changed.
@@ -66,17 +65,21 @@ def run_demo(out: Path, *, subject: str = "octopus", trigger: str = "octo-blip",
     if not folder.is_dir():
         known = ", ".join(sorted(p.name for p in EXAMPLES.glob("*") if p.is_dir())) or "none: the demo needs a checkout"
         raise TinyEngramError(f"no example subject {subject!r}; known: {known}")
+    check_writable(out)
     began = time.perf_counter()
     pipe = load_pipeline(device="cpu")
     config = TrainConfig(train_data_dir=str(folder), trigger=trigger, output_dir=str(out), checkpoints_total_limit=1)
     if steps is not None:
         config = dataclasses.replace(config, max_train_steps=steps)
-    examples, _ = scan_folder(folder, (trigger,))
+    examples = scan_folder(folder, (trigger,)).examples
+
+    def draw(prompts: list[str], seed: int) -> np.ndarray:
+        return draw_pictures(pipe, prompts, [seed] * len(prompts), steps=inference_steps, guidance=4.0)
 
     prompts = [text.replace("{trigger}", trigger) for text in CONTEXTS.values()]
     logger.info("drawing what the base makes of a word it does not know")
-    base = {seed: _draw(pipe, prompts, seed) for seed in SEEDS}
-    silent = _draw(pipe, list(WITHOUT), SEEDS[0])
+    base = {seed: draw(prompts, seed) for seed in SEEDS}
+    silent = draw(list(WITHOUT), SEEDS[0])
 
     logger.info("teaching %r from the %d pictures in %s", trigger, len(examples), folder.name)
     taught = time.perf_counter()
@@ -86,8 +89,8 @@ def run_demo(out: Path, *, subject: str = "octopus", trigger: str = "octo-blip",
     adapter = attach(pipe)
     adapter.load_concept(result.path)
     logger.info("drawing with the concept loaded")
-    concept = {seed: _draw(pipe, prompts, seed) for seed in SEEDS}
-    unchanged = _draw(pipe, list(WITHOUT), SEEDS[0])
+    concept = {seed: draw(prompts, seed) for seed in SEEDS}
+    unchanged = draw(list(WITHOUT), SEEDS[0])
     difference = np.abs(unchanged.astype(int) - silent.astype(int))
     explanation = adapter.explain(prompts[0]).to_dict()
     adapter.detach()
@@ -122,9 +125,8 @@ def run_demo(out: Path, *, subject: str = "octopus", trigger: str = "octo-blip",
         f"{report['file_bytes']:,} bytes on disk with a thumbnail ({report['table_bytes']:,} of rows and gates, {report['rows']} rows)  ·  "
         f"{report['teaching_seconds']:.0f} s to teach ({result.steps} steps)  ·  peak memory {report['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
-    image = sheet.render()
-    image.save(out / "sheet.png")
-    Image.fromarray(concept[SEEDS[0]][0]).save(out / "taught.png")
+    save_picture(sheet.render(), out / "sheet.png")
+    save_picture(Image.fromarray(concept[SEEDS[0]][0]), out / "taught.png")
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     if difference.max() != 0:
         raise TinyEngramError(f"a picture without the trigger changed by {difference.max()} of 255; expected 0. See {out / 'sheet.png'}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 __all__ = ["Row", "Sheet"]
 
@@ -82,7 +82,7 @@ class Sheet:
                     x = MARGIN + LEFT + column * (cell + GAP)
                     image = Image.fromarray(picture)
                     if image.size != (cell, cell):
-                        image = image.resize((cell, cell), Image.Resampling.LANCZOS)
+                        image = ImageOps.fit(image, (cell, cell), Image.Resampling.LANCZOS)
                     canvas.paste(image, (x, y + above))
                     pen.rectangle((x - 1, y + above - 1, x + cell, y + above + cell), outline=RULE)
             y += size

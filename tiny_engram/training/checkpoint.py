@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.files import sync_folder, write_atomically
 
 __all__ = ["CheckpointError", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-PREFIX = "checkpoint-"
+PREFIX, STATE, TENSORS = "checkpoint-", "state.json", "state.safetensors"
 
 
 class CheckpointError(TinyEngramError):
@@ -32,7 +33,7 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     found = []
     for path in output_dir.glob(f"{PREFIX}*"):
         step = path.name.removeprefix(PREFIX)
-        if step.isdecimal() and (path / "state.json").is_file():
+        if step.isascii() and step.isdecimal() and (path / STATE).is_file():
             found.append((int(step), path))
     return sorted(found)
 
@@ -40,25 +41,27 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 def save_checkpoint(
     output_dir: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], concept: Concept, *, limit: int | None
 ) -> Path:
-    """Write checkpoint-`step` with the finished concept of that step in it; delete the oldest beyond `limit`."""
+    """Write checkpoint-`step` with the finished concept of that step in it; delete the oldest others beyond `limit`."""
     target = output_dir / f"{PREFIX}{step}"
     temporary = output_dir / f".{PREFIX}{step}.{os.getpid()}.tmp"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary / "state.safetensors")
+        blob = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()})
+        write_atomically(temporary / TENSORS, blob)
         concept.save(temporary / "concept.safetensors")
-        (temporary / "state.json").write_text(json.dumps(dict(state), indent=1))
-        for file in temporary.iterdir():
-            with open(file, "rb+") as handle:
-                os.fsync(handle.fileno())
+        write_atomically(temporary / STATE, json.dumps(dict(state), indent=1).encode())
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
-    except (OSError, SafetensorError) as error:
+        sync_folder(output_dir)
+    except (OSError, TinyEngramError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{target}: cannot write the checkpoint ({reason}); free space or choose another --output_dir") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{target}: cannot write the checkpoint ({error}); free space or choose another --output_dir") from error
     if limit is not None:
-        for _, old in list_checkpoints(output_dir)[:-limit]:
+        others = [path for _, path in list_checkpoints(output_dir) if path != target]
+        for old in others[: max(0, len(others) + 1 - limit)]:
             shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -69,17 +72,21 @@ def find_checkpoint(output_dir: Path, wanted: str) -> Path | None:
         found = list_checkpoints(output_dir)
         return found[-1][1] if found else None
     path = Path(wanted) if Path(wanted).is_dir() else output_dir / wanted
-    if not (path / "state.json").is_file():
+    if not (path / STATE).is_file():
         known = ", ".join(p.name for _, p in list_checkpoints(output_dir)) or "none"
         raise CheckpointError(f"{wanted!r} is no checkpoint; {output_dir} holds: {known}")
     return path
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, state) of a checkpoint folder."""
+    """(tensors, state) of a checkpoint folder; the state holds at least `step`, `losses` and `config`."""
     try:
-        state = json.loads((path / "state.json").read_text())
-        return load_file(path / "state.safetensors"), state
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        kinds = {"step": int, "losses": list, "config": dict}
+        wrong = [key for key, kind in kinds.items() if not isinstance(state, dict) or not isinstance(state.get(key), kind)]
+        if wrong:
+            raise ValueError(f"{STATE} lacks {', '.join(wrong)}")
+        return load_file(path / TENSORS), state
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: cannot read the checkpoint ({reason}); resume from an older one, or start anew") from error

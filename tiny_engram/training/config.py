@@ -89,6 +89,10 @@ class TrainConfig:
         check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
         limit = self.checkpoints_total_limit
         check(limit is None or limit >= 1, "checkpoints_total_limit", "a whole number from 1")
+        texts = ("aliases", "caption_template", "validation_prompts")
+        for field, kind in (*((name, str) for name in texts), ("validation_seeds", int)):
+            value = getattr(self, field)
+            check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
         for field in ("caption_template", "validation_prompts"):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:

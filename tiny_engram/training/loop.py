@@ -6,7 +6,7 @@ ever sees them. May import everything in tiny_engram but pipelines, studio and c
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from tiny_engram.adapter import attach, find_adapter
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.files import check_writable
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept
 from tiny_engram.training import objective
@@ -29,7 +30,7 @@ from tiny_engram.training.cache import CaptionStates, cache_captions, cache_late
 from tiny_engram.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, scan_folder
-from tiny_engram.training.validation import Validator, thumbnail_of
+from tiny_engram.training.validation import Validator, native_size, thumbnail_of
 
 __all__ = ["ConceptRows", "TrainResult", "denoising_loss", "train"]
 
@@ -76,13 +77,12 @@ class _Data:
     bare: list[int]
 
 
-def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: list[Example]) -> _Data:
+def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: Sequence[Example]) -> _Data:
     spellings = (concept.trigger, *concept.aliases)
     texts = [caption for example in examples for caption in example.captions] + list(spellings)
     captions = cache_captions(adapter, concept, texts)
     index = {text: i for i, text in enumerate(captions.texts)}
-    resolution = config.resolution or pipe.vae.config.sample_size
-    means, stds = cache_latents(pipe, examples, resolution)
+    means, stds = cache_latents(pipe, examples, config.resolution or native_size(pipe))
     return _Data(means, stds, captions, [[index[c] for c in e.captions] for e in examples], [index[s] for s in spellings])
 
 
@@ -93,10 +93,7 @@ def _choose(items: list[int], share: float) -> int:
 def denoising_loss(
     pipe: Any, module: nn.Module, data: _Data, keys: list[objective.Draw], config: TrainConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss and plain squared error (both scalars) of one batch, whose every choice is in `keys`.
-
-    Timesteps are stratified over the batch: sample i of B takes the i-th of B equal shares of the schedule.
-    """
+    """Weighted loss and plain squared error (both scalars) of one batch, whose every choice is in `keys`."""
     pictures = [int(key.picture * len(data.choices)) for key in keys]
     picks = [
         _choose(data.bare if key.drop < config.caption_dropout else data.choices[picture], key.caption)
@@ -104,7 +101,7 @@ def denoising_loss(
     ]
     device, dtype = data.means.device, pipe.unet.dtype
     steps = pipe.scheduler.config.num_train_timesteps
-    timesteps = torch.tensor([int((i + key.timestep) / len(keys) * steps) for i, key in enumerate(keys)], device=device)
+    timesteps = torch.tensor([int(key.timestep * steps) for key in keys], device=device)
     noise = torch.stack([objective.noise_for(key, (2, *data.means.shape[1:])) for key in keys]).to(device)
     latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
@@ -118,7 +115,7 @@ def denoising_loss(
 def _frozen(*modules: nn.Module):
     """Modules in eval mode and without gradients; every flag is put back afterwards."""
     flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
-    modes = [(m, m.training) for m in modules]
+    modes = [(child, child.training) for m in modules for child in m.modules()]
     try:
         for p, _ in flags:
             p.requires_grad_(False)
@@ -128,8 +125,21 @@ def _frozen(*modules: nn.Module):
     finally:
         for p, flag in flags:
             p.requires_grad_(flag)
-        for m, mode in modes:
-            m.train(mode)
+        for child, mode in modes:
+            child.training = mode
+
+
+@contextmanager
+def _alone(adapter: Any):
+    """The adapter's other concepts silent: neither cached states nor validation pictures hold them."""
+    strengths = {name: adapter.strength(name) for name in adapter.get_active_concepts()}
+    try:
+        for name in strengths:
+            adapter.set_strength(name, 0.0)
+        yield
+    finally:
+        for name, strength in strengths.items():
+            adapter.set_strength(name, strength)
 
 
 class _Run:
@@ -139,12 +149,22 @@ class _Run:
         self.module, self.optimizer = module, optimizer
         self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
         self.step = 0
+        self.losses: tuple[float, ...] = ()
+        self.keep()
 
     def follow(self, decay: float) -> None:
         """Move the running average; early steps count more, so that it forgets where it began."""
         decay = min(decay, (1 + self.step) / (10 + self.step))
         for name, p in self.module.named_parameters():
             self.average[name].lerp_(p.detach(), 1 - decay)
+
+    def keep(self) -> None:
+        """Remember the present state as that of the last whole step."""
+        self.whole = ({k: v.detach().clone() for k, v in self.tensors().items()}, self.step, self.losses)
+
+    def back(self) -> None:
+        """Return to the last whole step: an interrupt may fall between two lines that belong together."""
+        self.restore(*self.whole)
 
     def concept(self, start: Concept, role: str, recipe: dict[str, Any]) -> Concept:
         """The averaged rows, quantised: what is validated and what is saved."""
@@ -157,25 +177,38 @@ class _Run:
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         return tensors
 
-    def restore(self, tensors: dict[str, torch.Tensor], step: int) -> None:
+    def restore(self, tensors: dict[str, torch.Tensor], step: int, losses: Sequence[float]) -> None:
         with torch.no_grad():
             for name, p in self.module.named_parameters():
                 saved = tensors.get(f"master.{name}")
-                if saved is None or saved.shape != p.shape:
+                average = tensors.get(f"average.{name}")
+                if saved is None or average is None or saved.shape != p.shape or average.shape != p.shape:
                     have = "none" if saved is None else list(saved.shape)
                     raise TinyEngramError(f"checkpoint {name}: {have}, expected {list(p.shape)}; resume with the trigger it was made for")
                 p.copy_(saved)
-                self.average[name].copy_(tensors[f"average.{name}"])
+                self.average[name].copy_(average)
                 prefix = f"optimizer.{name}."
                 moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
                 # Adam keeps its step count on the CPU
                 self.optimizer.state[p] = {k: v.clone() if k == "step" else v.to(p.device) for k, v in moments.items()}
-        self.step = step
+        self.step, self.losses = step, tuple(losses)
+        self.keep()
 
 
-def train(
-    pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None
-) -> TrainResult:
+def _resume(run: _Run, folder: Path, config: TrainConfig) -> None:
+    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger."""
+    tensors, state = load_checkpoint(folder)
+    now = config.to_dict()
+    for field in ("trigger", "aliases"):
+        if state["config"].get(field) != now[field]:
+            raise TinyEngramError(
+                f"{folder}: its {field} is {state['config'].get(field)!r}, expected {now[field]!r}; resume with what it was made for"
+            )
+    run.restore(tensors, state["step"], state["losses"])
+    logger.info("resumed from %s", folder)
+
+
+def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None) -> TrainResult:
     """Teach one concept and write it to `config.concept_path`.
 
     Args:
@@ -186,47 +219,58 @@ def train(
         TinyEngramError: bad pictures or captions, a trigger that cannot be registered or is taken, no permission to write.
         KeyboardInterrupt: after a checkpoint of the last whole step was written.
     """
-    output = Path(config.output_dir)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        probe = output / ".writable"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise TinyEngramError(f"{output}: cannot write there ({error.strerror}); choose another --output_dir") from error
     adapter = find_adapter(pipe)
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
     try:
-        with _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values())):
-            return _train(pipe, adapter, config, output, progress, on_step)
+        with _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values())), _alone(adapter):
+            return _train(pipe, adapter, config, progress, on_step)
     finally:
         if not borrowed:
             adapter.detach()
 
 
-def _train(
-    pipe: Any, adapter: Any, config: TrainConfig, output: Path, progress: bool, on_step: Callable[[int, float], None] | None
-) -> TrainResult:
-    (role,) = adapter.mounts
+def _start(adapter: Any, config: TrainConfig) -> Concept:
+    """The untrained concept, which loads: its trigger is free."""
     concept_config = ConceptConfig() if config.rho is None else ConceptConfig(rho=config.rho)
     start = adapter.new_concept(config.trigger, config.aliases, config.name, concept_config)
-    taken = adapter.register(config.trigger, config.aliases).taken_by
-    if taken:
-        raise TinyEngramError(f"trigger {config.trigger!r} is already registered by concept {taken[0]!r}; unload that, or choose another")
-    examples, skipped = scan_folder(
-        config.train_data_dir, (start.trigger, *start.aliases), templates=config.caption_template, skip_bad=config.skip_bad_pictures
-    )
-    for line in skipped:
+    name = adapter.load_concept(start, rename=True)
+    active = name in adapter.get_active_concepts()
+    adapter.unload_concept(name)
+    if not active:
+        raise TinyEngramError("the concepts of this pipeline are disabled, so none could be validated; call enable_concepts() first")
+    return start
+
+
+def _accelerator(config: TrainConfig, output: Path) -> Accelerator:
+    try:
+        return Accelerator(
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            mixed_precision=config.mixed_precision,
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise TinyEngramError(f"mixed_precision {config.mixed_precision!r} cannot be used here ({reason})") from error
+
+
+def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step: Callable[[int, float], None] | None) -> TrainResult:
+    (role,) = adapter.mounts
+    start = _start(adapter, config)
+    spellings = (start.trigger, *start.aliases)
+    scan = scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+    examples = scan.examples
+    for line in scan.skipped:
         logger.warning("skipped: %s", line)
+    if scan.others:
+        logger.info("%d other files in %s are left alone", scan.others, config.train_data_dir)
+    output = Path(config.output_dir)
+    check_writable(output)
+    data = _prepare(pipe, adapter, start, config, examples)
 
     tracking = config.report_to != "none"
-    accelerator = Accelerator(
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        mixed_precision=config.mixed_precision,
-        log_with=config.report_to if tracking else None,
-        project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
-    )
+    accelerator = _accelerator(config, output)
     module = ConceptRows(start, role)
     optimizer = torch.optim.Adam(
         [
@@ -239,16 +283,11 @@ def _train(
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
     run = _Run(module, optimizer.optimizer)
-    data = _prepare(pipe, adapter, start, config, examples)
     validator = Validator(adapter, config, output / "validation")
-    losses: list[float] = []
     if config.resume_from_checkpoint:
         folder = find_checkpoint(output, config.resume_from_checkpoint)
         if folder is not None:
-            tensors, state = load_checkpoint(folder)
-            run.restore(tensors, state["step"])
-            losses = list(state["losses"])
-            logger.info("resumed from %s", folder)
+            _resume(run, folder, config)
     if accelerator.is_main_process and tracking:
         accelerator.init_trackers("tiny-engram", config=_flat(config))
     started = time.perf_counter()
@@ -259,7 +298,7 @@ def _train(
 
     def checkpoint() -> None:
         if accelerator.is_main_process:
-            state = {"step": run.step, "losses": losses, "config": config.to_dict()}
+            state = {"step": run.step, "losses": run.losses, "config": config.to_dict()}
             made = run.concept(start, role, recipe())
             save_checkpoint(output, run.step, run.tensors(), state, made, limit=config.checkpoints_total_limit)
 
@@ -267,6 +306,7 @@ def _train(
     bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)
     processes, rank = accelerator.num_processes, accelerator.process_index
     share = config.train_batch_size
+    samples = share * processes * config.gradient_accumulation_steps
     try:
         while run.step < config.max_train_steps:
             for group, rate in zip(run.optimizer.param_groups, base_rates, strict=True):
@@ -274,9 +314,10 @@ def _train(
             total = 0.0
             for part in range(config.gradient_accumulation_steps):
                 first = (part * processes + rank) * share
-                keys = [objective.draw(config.seed, run.step, first + i) for i in range(share)]
+                keys = [objective.draw(config.seed, run.step, first + i, samples) for i in range(share)]
                 with accelerator.accumulate(wrapped):
-                    loss, _ = denoising_loss(pipe, wrapped, data, keys, config)
+                    with accelerator.autocast():
+                        loss, _ = denoising_loss(pipe, wrapped, data, keys, config)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
@@ -284,10 +325,11 @@ def _train(
                     optimizer.zero_grad()
                 total += loss.item() / config.gradient_accumulation_steps
             run.follow(config.ema_decay)
-            run.step += 1
-            losses.append(total)
+            run.step, run.losses = run.step + 1, (*run.losses, total)
+            run.keep()
+            recent = run.losses[-25:]
             bar.update()
-            bar.set_postfix(loss=f"{sum(losses[-25:]) / len(losses[-25:]):.3f}", refresh=False)
+            bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", refresh=False)
             if tracking:
                 accelerator.log({"loss": total, "lr": run.optimizer.param_groups[0]["lr"]}, step=run.step)
             if config.checkpointing_steps and run.step % config.checkpointing_steps == 0 and run.step < config.max_train_steps:
@@ -301,6 +343,7 @@ def _train(
                 on_step(run.step, total)
     except KeyboardInterrupt:
         bar.close()
+        run.back()
         checkpoint()
         logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", run.step)
         raise
@@ -313,7 +356,7 @@ def _train(
     made = run.concept(start, role, recipe()).with_details(thumbnail=thumbnail_of(examples[0]))
     if accelerator.is_main_process:
         made.save(config.concept_path)
-    return TrainResult(made, config.concept_path, run.step, seconds, tuple(losses), tuple(skipped))
+    return TrainResult(made, config.concept_path, run.step, seconds, run.losses, scan.skipped)
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:

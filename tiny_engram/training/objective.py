@@ -12,12 +12,15 @@ import torch
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["Draw", "add_noise", "draw", "loss_weights", "target_of"]
+__all__ = ["Draw", "add_noise", "draw", "loss_weights", "noise_for", "target_of"]
+
+
+_BELOW_ONE = 1 - 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One sample's choices: picture and caption as shares in [0, 1), timestep share in [0, 1), drop, and a seed for the noise."""
+    """One sample's choices: shares in [0, 1) of pictures, captions and timesteps, the draw for dropout, and a seed for the noise."""
 
     picture: float
     caption: float
@@ -26,12 +29,16 @@ class Draw:
     noise_seed: int
 
 
-def draw(seed: int, step: int, sample: int) -> Draw:
-    """The choices of sample number `sample` of the global batch at `step`."""
+def draw(seed: int, step: int, sample: int, samples: int = 1) -> Draw:
+    """The choices of sample number `sample` of `samples` in the global batch at `step`.
+
+    Timesteps are stratified over the batch: sample i takes the i-th of equal shares of the schedule.
+    """
     digest = hashlib.blake2b(f"{seed}/{step}/{sample}".encode(), digest_size=40).digest()
     words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 40, 8)]
-    picture, caption, timestep, drop = (w / 2**64 for w in words[:4])
-    return Draw(picture, caption, timestep, drop, words[4] >> 1)
+    # 53 bits fit a double: more would round up to 1
+    picture, caption, timestep, drop = ((w >> 11) / 2**53 for w in words[:4])
+    return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1)
 
 
 def noise_for(key: Draw, shape: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +74,7 @@ def loss_weights(scheduler: Any, timesteps: torch.Tensor, gamma: float | None) -
     """Min-SNR weights `[B]` (Hang et al. 2023, arXiv 2303.09556).
 
     For v-prediction in the soft form min(1, (gamma + 1) / (snr + 1)), which does not vanish where the SNR does: the
-    layout of a picture is decided there.
+    layout of a picture is decided there. Sample prediction takes min(gamma, snr), epsilon min(1, gamma / snr).
     """
     if gamma is None:
         return torch.ones(len(timesteps), device=timesteps.device)
@@ -76,5 +83,4 @@ def loss_weights(scheduler: Any, timesteps: torch.Tensor, gamma: float | None) -
     kind = scheduler.config.prediction_type
     if kind == "v_prediction":
         return ((gamma + 1) / (snr + 1)).clamp(max=1)
-    clipped = snr.clamp(max=gamma)
-    return clipped if kind == "sample" else clipped / snr.clamp(min=1e-12)
+    return snr.clamp(max=gamma) if kind == "sample" else (gamma / snr.clamp(min=1e-12)).clamp(max=1)

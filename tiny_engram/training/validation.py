@@ -10,17 +10,35 @@ import torch
 from PIL import Image, ImageOps
 
 from tiny_engram.concept import Concept
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.files import write_atomically
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, load_picture
 
-__all__ = ["Validator", "draw_pictures", "thumbnail_of"]
+__all__ = ["Validator", "draw_pictures", "native_size", "save_picture", "thumbnail_of"]
+
+
+def native_size(pipe: Any) -> int:
+    """Side in pixels of the pictures that a base was made for."""
+    return pipe.unet.config.sample_size * pipe.vae_scale_factor
+
+
+def save_picture(picture: Image.Image, path: Path, **options: Any) -> Path:
+    """Write a PNG whole or not at all. Raises TinyEngramError (disk full, no permission, ...)."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", **options)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_atomically(path, buffer.getvalue())
+    except OSError as error:
+        raise TinyEngramError(f"{path}: cannot write the picture ({error.strerror}); free space or choose another folder") from error
 
 
 def draw_pictures(
     pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None
 ) -> np.ndarray:
     """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i]."""
-    size = pipe.vae.config.sample_size
+    size = native_size(pipe)
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     disabled = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)
@@ -74,6 +92,5 @@ class Validator:
         finally:
             self.adapter.unload_concept(name)
         sheet = np.concatenate([np.concatenate(list(row), 1) for row in rows], 0)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(sheet).save(self.folder / f"step-{step}.png")
+        save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png")
         return sheet
