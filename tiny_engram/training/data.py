@@ -4,6 +4,7 @@ Everything is looked at before training starts: one bad file is named now, not m
 """
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def load_picture(path: Path, background: tuple[int, int, int] = (255, 255, 255))
     Raises DataError naming the file if it cannot be read.
     """
     try:
-        with Image.open(path) as opened:
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as opened:
             opened.load()
             picture = ImageOps.exif_transpose(opened)
             if picture.mode.startswith("I") or picture.mode == "F":

@@ -145,8 +145,8 @@ def _alone(adapter: Any):
 class _Run:
     """State of one run that changes with its steps."""
 
-    def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer) -> None:
-        self.module, self.optimizer = module, optimizer
+    def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        self.module, self.optimizer, self.scaler = module, optimizer, scaler
         self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
         self.step = 0
         self.losses: tuple[float, ...] = ()
@@ -160,7 +160,8 @@ class _Run:
 
     def keep(self) -> None:
         """Remember the present state as that of the last whole step."""
-        self.whole = ({k: v.detach().clone() for k, v in self.tensors().items()}, self.step, self.losses)
+        tensors = {k: v.detach().clone() for k, v in self.tensors().items()}
+        self.whole = (tensors, {"step": self.step, "losses": self.losses, "scaler": self.scaler.state_dict() if self.scaler else {}})
 
     def back(self) -> None:
         """Return to the last whole step: an interrupt may fall between two lines that belong together."""
@@ -177,7 +178,7 @@ class _Run:
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         return tensors
 
-    def restore(self, tensors: dict[str, torch.Tensor], step: int, losses: Sequence[float]) -> None:
+    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, p in self.module.named_parameters():
                 saved = tensors.get(f"master.{name}")
@@ -191,7 +192,9 @@ class _Run:
                 moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
                 # Adam keeps its step count on the CPU
                 self.optimizer.state[p] = {k: v.clone() if k == "step" else v.to(p.device) for k, v in moments.items()}
-        self.step, self.losses = step, tuple(losses)
+        if self.scaler and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        self.step, self.losses = state["step"], tuple(state["losses"])
         self.keep()
 
 
@@ -204,7 +207,7 @@ def _resume(run: _Run, folder: Path, config: TrainConfig) -> None:
             raise TinyEngramError(
                 f"{folder}: its {field} is {state['config'].get(field)!r}, expected {now[field]!r}; resume with what it was made for"
             )
-    run.restore(tensors, state["step"], state["losses"])
+    run.restore(tensors, state)
     logger.info("resumed from %s", folder)
 
 
@@ -282,7 +285,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     base_rates = [group["lr"] for group in optimizer.param_groups]
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
-    run = _Run(module, optimizer.optimizer)
+    run = _Run(module, optimizer.optimizer, accelerator.scaler)
     validator = Validator(adapter, config, output / "validation")
     if config.resume_from_checkpoint:
         folder = find_checkpoint(output, config.resume_from_checkpoint)
@@ -298,9 +301,9 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
 
     def checkpoint() -> None:
         if accelerator.is_main_process:
-            state = {"step": run.step, "losses": run.losses, "config": config.to_dict()}
+            tensors, state = run.whole
             made = run.concept(start, role, recipe())
-            save_checkpoint(output, run.step, run.tensors(), state, made, limit=config.checkpoints_total_limit)
+            save_checkpoint(output, run.step, tensors, state | {"config": config.to_dict()}, made, limit=config.checkpoints_total_limit)
 
     shown = progress and accelerator.is_local_main_process
     bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)

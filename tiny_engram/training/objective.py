@@ -29,7 +29,7 @@ class Draw:
     noise_seed: int
 
 
-def draw(seed: int, step: int, sample: int, samples: int = 1) -> Draw:
+def draw(seed: int, step: int, sample: int, samples: int) -> Draw:
     """The choices of sample number `sample` of `samples` in the global batch at `step`.
 
     Timesteps are stratified over the batch: sample i takes the i-th of equal shares of the schedule.

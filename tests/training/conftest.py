@@ -1,0 +1,48 @@
+"""Fixtures of the training tests: folders of small pictures, and configs that finish in a moment."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tiny_engram.training.config import TrainConfig
+
+
+def disc(seed: int, side: int = 64) -> Image.Image:
+    """A bright disc on a dark ground, in a colour of its own."""
+    y, x = np.mgrid[:side, :side]
+    inside = (x - side / 2) ** 2 + (y - side / 2) ** 2 < (side / 3) ** 2
+    colour = np.random.default_rng(seed).integers(100, 256, 3)
+    return Image.fromarray(np.where(inside[..., None], colour, 20).astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two pictures without captions."""
+    made = tmp_path / "pictures"
+    made.mkdir()
+    for k in range(2):
+        disc(k).save(made / f"{k}.png")
+    return made
+
+
+@pytest.fixture
+def config(folder, tmp_path):
+    """A config of few steps, changed by keywords."""
+
+    def make(**changes) -> TrainConfig:
+        options = {
+            "train_data_dir": str(folder),
+            "trigger": "zqx",
+            "output_dir": str(tmp_path / "out"),
+            "max_train_steps": 4,
+            "train_batch_size": 2,
+            "validation_inference_steps": 2,
+            "learning_rate": 2e-2,
+            "gate_learning_rate": 1e-2,
+            "rho": 1.0,
+            "lr_warmup_steps": 2,
+            "report_to": "none",
+        }
+        return TrainConfig(**{**options, **changes})
+
+    return make

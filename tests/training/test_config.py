@@ -1,0 +1,84 @@
+"""What a training run is told: what is refused and in which words, the schedule, JSON."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tiny_engram.errors import ConfigError
+from tiny_engram.training.config import TrainConfig
+
+
+def make(**changes) -> TrainConfig:
+    return TrainConfig(**{"train_data_dir": "pictures", "trigger": "zqx", **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train_batch_size", 0),
+        ("max_train_steps", -1),
+        ("max_train_steps", 2.5),
+        ("gradient_accumulation_steps", 0),
+        ("validation_inference_steps", 0),
+        ("validation_steps", -1),
+        ("checkpointing_steps", -1),
+        ("lr_warmup_steps", -1),
+        ("seed", -1),
+        ("learning_rate", 0.0),
+        ("learning_rate", math.nan),
+        ("gate_learning_rate", math.inf),
+        ("max_grad_norm", -1.0),
+        ("caption_dropout", 1.5),
+        ("caption_dropout", math.nan),
+        ("ema_decay", 1.0),
+        ("rho", 0.0),
+        ("rho", math.nan),
+        ("snr_gamma", -5.0),
+        ("resolution", 4),
+        ("lr_scheduler", "exponential"),
+        ("mixed_precision", "fp8"),
+        ("report_to", "wandb"),
+        ("checkpoints_total_limit", 0),
+        ("aliases", "zqxs"),
+        ("caption_template", "a {trigger}"),
+        ("validation_prompts", (1,)),
+        ("validation_seeds", ("0",)),
+    ],
+)
+def test_nonsense_is_refused_with_field_value_and_expectation(field, value):
+    with pytest.raises(ConfigError, match=f"{field} is .*expected") as caught:
+        make(**{field: value})
+    assert repr(value) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["caption_template", "validation_prompts"])
+def test_templates_without_the_trigger_are_refused(field):
+    with pytest.raises(ConfigError, match="'a photo' does not hold the trigger; write {trigger}"):
+        make(**{field: ("a {trigger}", "a photo")})
+    make(**{field: ("a {trigger}", "a photo of a zqx")})
+
+
+def test_json_round_trip():
+    config = make(aliases=("zqxs",), validation_seeds=(1, 2), rho=0.5)
+    data = json.loads(json.dumps(config.to_dict()))
+    again = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    assert again == config and set(data) == {f.name for f in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
+def test_rate_warms_up_and_follows_the_schedule(name):
+    config = make(lr_scheduler=name, lr_warmup_steps=4, max_train_steps=100)
+    after = {"constant": 1.0, "linear": 0.5, "cosine": 0.5}[name]
+    assert config.rate(50) == pytest.approx(after)
+    assert config.rate(0) <= 0.25 < config.rate(2) < config.rate(3) <= 1
+    end = config.rate(99)
+    assert end == 1 if name == "constant" else 0 < end < 0.02
+
+
+def test_config_is_light():
+    code = "import sys, tiny_engram.training.config; print([n for n in ('torch', 'numpy', 'PIL', 'accelerate') if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
