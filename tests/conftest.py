@@ -82,6 +82,14 @@ def pipe(tiny):
     return tiny.build()
 
 
+@pytest.fixture(scope="session")
+def saved_pipe(pipe, tmp_path_factory):
+    """The session's pipeline as a diffusers folder, which nobody writes to."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-sd"
+    pipe.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def adapter(pipe):
     """Attached for one test."""

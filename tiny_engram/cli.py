@@ -148,13 +148,15 @@ def _train(args: argparse.Namespace) -> int:
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
     config = TrainConfig(**given)
-    from tiny_engram.pipelines.loaders import load_pipeline
+    # folders are looked at before anything heavy is imported or loaded: a wrong path should not cost a minute
     from tiny_engram.training.data import scan_folder
-    from tiny_engram.training.loop import train
 
-    # the folder is looked at before a model is loaded: a wrong path should not cost a minute
     spellings = (config.trigger, *config.aliases)
     scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+    check_writable(Path(config.output_dir))
+    from tiny_engram.pipelines.loaders import load_pipeline
+    from tiny_engram.training.loop import train
+
     pipe = load_pipeline(args.model, dtype=args.dtype, device=args.device)
     result = train(pipe, config)
     print(f"{result.path}: {result.path.stat().st_size:,} bytes, {result.steps} steps in {result.seconds:.0f} s")

@@ -160,7 +160,9 @@ def test_cmyk_and_lab(tmp_path):
     red.convert("CMYK").save(tmp_path / "p.jpg", quality=100)
     close(seen(tmp_path / "p.jpg"), np.asarray(red), by=8)
     to_lab = ImageCms.buildTransform(ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB")
-    ImageCms.applyTransform(red, to_lab).save(tmp_path / "lab.tif")
+    lab = ImageCms.applyTransform(red, to_lab)
+    assert lab is not None
+    lab.save(tmp_path / "lab.tif")
     assert Image.open(tmp_path / "lab.tif").mode == "LAB"
     close(seen(tmp_path / "lab.tif"), np.asarray(red), by=4)
 

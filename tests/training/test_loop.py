@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import math
 import os
 
@@ -297,14 +298,25 @@ def test_mixed_precision(pipe, config, tmp_path, fresh_accelerate):
     assert "\n" not in str(caught.value)
 
 
-def test_the_scaler_of_fp16_is_resumed_too(pipe, config, tmp_path, fresh_accelerate):
+def test_fp16_mixed_precision_resumes(pipe, config, tmp_path, fresh_accelerate):
     whole = teach(pipe, config(mixed_precision="fp16", output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
         teach(pipe, config(mixed_precision="fp16"), on_step=stop_at(2))
     resumed = teach(pipe, config(mixed_precision="fp16", resume_from_checkpoint="latest"))
     (one, first), (two, second) = (load_checkpoint(tmp_path / run / "checkpoint-4") for run in ("whole", "out"))
-    assert equal(one, two) and resumed.losses == whole.losses
-    assert first["scaler"] == second["scaler"] and first["scaler"]["_growth_tracker"] == 4
+    assert equal(one, two) and resumed.losses == whole.losses and first["scaler"] == second["scaler"]
+
+
+def test_a_run_keeps_the_scale_of_its_gradients(adapter):
+    """Accelerate's scaler is on with CUDA only, so a scaler of the CPU stands for it here."""
+    module, scaler = loop.ConceptRows(adapter.new_concept("zqx"), "clip_l"), torch.amp.GradScaler("cpu", init_scale=512.0)
+    run = loop._Run(module, torch.optim.Adam(module.parameters()), scaler)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
+    run.keep()
+    tensors, state = run.whole
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0, "_growth_tracker": 0})
+    run.restore(tensors, json.loads(json.dumps(state)))
+    assert scaler.state_dict()["scale"] == 128.0 and scaler.state_dict()["_growth_tracker"] == 7
 
 
 # -- the adapter that is there ----------------------------------------------------------------------------------------------
