@@ -35,13 +35,13 @@ __all__ = [
 
 def get_adapter(pipe: Any) -> EngramAdapter:
     """The adapter of a pipeline. Raises TinyEngramError if there is none."""
-    adapter = _find_adapter(pipe)
+    adapter = find_adapter(pipe)
     if adapter is None:
         raise TinyEngramError(f"this {type(pipe).__name__} has no adapter; call tiny_engram.attach(pipe) first")
     return adapter
 
 
-def _find_adapter(pipe: Any) -> EngramAdapter | None:
+def find_adapter(pipe: Any) -> EngramAdapter | None:
     modules = [m for m in vars(pipe).values() if isinstance(m, nn.Module)]
     owners = [hook.owner for module in modules for hook in hooks_of(module) if hook.owner is not None]
     return next((owner for owner in owners if isinstance(owner, EngramAdapter)), None)
@@ -67,7 +67,7 @@ def attach(pipe: Any) -> EngramAdapter:
     for attribute in (*(spec.encoder for spec in family.encoders), family.denoiser):
         if getattr(pipe, attribute, None) is not None:
             remove_strays(getattr(pipe, attribute))
-    if _find_adapter(pipe) is not None:
+    if find_adapter(pipe) is not None:
         raise TinyEngramError(
             "this pipeline (or one that shares its encoder) already has an adapter; "
             "use tiny_engram.get_adapter(pipe), or detach that one first"
