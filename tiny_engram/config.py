@@ -161,7 +161,8 @@ class ConceptConfig(_Json):
         heads: hashes per n-gram; None takes just enough that the rows cover the encoder's width.
         head_dim: values per row, a multiple of 32.
         vocab: addresses per (n-gram size, head); virtual, so a large space costs nothing.
-        rho: size of the residual, as a share of the span's mean norm.
+        rho: bound of the residual, as a share of the span's mean norm; the gate halves it at the start. Larger ones bind
+            faster and wear down what stands beside the trigger (4 already spoils a companion's shape on the embedded base).
         basis_seed: of the fixed key and value bases.
     """
 
@@ -169,7 +170,7 @@ class ConceptConfig(_Json):
     heads: int | None = None
     head_dim: int = 32
     vocab: int = 2**31
-    rho: float = 1.0
+    rho: float = 2.5
     basis_seed: int = 0
 
     def __post_init__(self) -> None:

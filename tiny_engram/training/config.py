@@ -23,7 +23,8 @@ class TrainConfig:
         trigger, aliases, name: the phrase that calls the concept, further spellings, the name it goes by (default: the trigger).
         output_dir: gets concept.safetensors, logs/, validation/ and checkpoint-N/.
         caption_template: one or more templates with `{trigger}`; used for pictures that have no caption.
-        caption_dropout: share of samples whose caption is cut down to the trigger alone, which teaches the bare prompt.
+        caption_dropout: share of samples whose caption is cut down to the trigger alone. It teaches the bare prompt, and the
+            pictures' style and background with it: what the caption does not say, the rows must.
         skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
         resolution: side of the square pictures are cropped to; None takes the base's own.
         learning_rate: Adam's rate for rows; gates take `gate_learning_rate`. No weight decay on either.
@@ -41,13 +42,13 @@ class TrainConfig:
     name: str | None = None
     output_dir: str = "concept"
     caption_template: tuple[str, ...] = ()
-    caption_dropout: float = 0.05
+    caption_dropout: float = 0.0
     skip_bad_pictures: bool = False
     resolution: int | None = None
     train_batch_size: int = 8
-    max_train_steps: int = 400
+    max_train_steps: int = 550
     gradient_accumulation_steps: int = 1
-    learning_rate: float = 2e-2
+    learning_rate: float = 1e-2
     gate_learning_rate: float = 1e-2
     lr_scheduler: str = "cosine"
     lr_warmup_steps: int = 10
