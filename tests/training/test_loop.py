@@ -140,7 +140,13 @@ def test_dropout_cuts_captions_down_to_the_trigger(pipe, config):
 
 def test_accumulated_batches_are_one_batch(pipe, config):
     whole = teach(pipe, config(train_batch_size=4)).losses
-    parted = teach(pipe, config(train_batch_size=2, gradient_accumulation_steps=2)).losses
+    seen: list[int] = []
+    handle = pipe.unet.register_forward_pre_hook(lambda module, args: seen.extend(args[1].tolist()))
+    try:
+        parted = teach(pipe, config(train_batch_size=2, gradient_accumulation_steps=2)).losses
+    finally:
+        handle.remove()
+    assert len(seen) == 16 and all(250 * (k % 4) <= t < 250 * (k % 4 + 1) for k, t in enumerate(seen)), seen
     assert parted == pytest.approx(whole, rel=1e-4) and len(set(whole)) == 4
 
 
@@ -168,6 +174,9 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
             teach(pipe, config(**validating))
     left = tree(tmp_path / "parts")
     assert left == ["checkpoint-2", "validation"] and find_checkpoint(tmp_path / "parts", "latest") == tmp_path / "parts" / "checkpoint-2"
+    kept, rows = load_checkpoint(tmp_path / "parts" / "checkpoint-2"), Concept.load(tmp_path / "parts/checkpoint-2/concept.safetensors")
+    assert kept[1]["step"] == len(kept[1]["losses"]) == rows.recipe["step"] == 2
+    assert torch.equal(rows.mount_rows("clip_l").gain, kept[0]["average.gain"])
     # Another pipeline object, as another process would have.
     resumed = teach(tiny.build(), config(**validating, resume_from_checkpoint="latest"))
     assert resumed.losses == whole.losses and resumed.steps == 4
