@@ -196,6 +196,17 @@ def test_every_truncation_is_refused(saved, tmp_path):
             Concept.load(cut)
 
 
+@pytest.mark.parametrize("number", ["1e999", "Infinity", "NaN"])
+def test_numbers_that_are_no_integers_are_refused(saved, number):
+    blob = saved.read_bytes()
+    at = blob.index(b'ids\\":[') + len(b'ids\\":[')
+    end = min(blob.index(mark, at) for mark in (b",", b"]"))
+    (length,) = struct.unpack("<Q", blob[:8])
+    saved.write_bytes(struct.pack("<Q", length + len(number) - (end - at)) + blob[8:at] + number.encode() + blob[end:])
+    with pytest.raises(ConceptFileError, match="does not describe a concept"):
+        Concept.load(saved)
+
+
 def test_damaged_bytes_never_give_another_error(saved, tmp_path):
     blob, rng, refused = saved.read_bytes(), random.Random(0), 0
     bad = tmp_path / "bad.safetensors"

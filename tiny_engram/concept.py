@@ -198,7 +198,7 @@ class Concept:
         tensors, described, thumbnail = concept_file.read(Path(path))
         try:
             return cls._assemble(tensors, described, thumbnail)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
             detail = error if isinstance(error, TinyEngramError) else f"{type(error).__name__} {error}"
             raise ConceptFileError(
                 f"{path}: the header does not describe a concept ({detail}); expected a file saved by tiny-engram"
