@@ -120,7 +120,7 @@ class EngramAdapter:
         for fired in plan:
             spans = zip(fired.names, fired.spans.batch.tolist(), fired.spans.start.tolist(), fired.spans.length.tolist(), strict=True)
             for name, b, s, n in spans:
-                places.setdefault(name, []).append(f"row {b} tokens {s}..{s + n - 1}")
+                places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
         for name, where in places.items():
             logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._concepts[name].strength)
 

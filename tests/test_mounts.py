@@ -333,7 +333,7 @@ def test_fired_spans_are_logged(tiny, adapter, pipe, caplog):
     adapter.load_concept(tiny.concept(adapter, "zqx bolo"), strength=0.5)
     with caplog.at_level("INFO", logger="tiny_engram"):
         encode(pipe, ["a tree", PROMPT])
-    assert "concept 'zqx bolo' fires at clip_l: row 1 tokens 2..4 (strength 0.5)" in caplog.text
+    assert "concept 'zqx bolo' fires at clip_l: prompt 1 tokens 2..4 (strength 0.5)" in caplog.text
 
 
 # -- clip_skip -----------------------------------------------------------------------------------------------------------------

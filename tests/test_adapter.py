@@ -250,8 +250,10 @@ def test_a_deep_copy_says_that_it_has_no_concepts(tiny, adapter, pipe):
     assert torch.equal(encode(twin, "a zqx"), encode(pipe, "a zqx"))
 
 
-def test_pickled_encoders_lose_the_concepts_aloud(tiny, adapter, pipe, tmp_path):
-    torch.save(pipe.text_encoder, tmp_path / "encoder.pt")
+def test_pickled_encoders_lose_the_concepts_aloud(own_pipe, tmp_path):
+    # not the session's pipeline: transformers leaves hooks of its own, which cannot be pickled, where hidden states were asked for
+    tiny_engram.attach(own_pipe)
+    torch.save(own_pipe.text_encoder, tmp_path / "encoder.pt")
     encoder = torch.load(tmp_path / "encoder.pt", weights_only=False)
     with pytest.raises(MountError, match="is a copy"):
         encoder(torch.tensor([[1, 2]]))
