@@ -1,6 +1,5 @@
 """Loading a base: the embedded one of a checkout, or any folder or hub id that diffusers reads. Imports diffusers when called."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,9 +43,8 @@ def load_pipeline(model: str | Path | None = None, *, dtype: str = "float32", de
     if dtype not in ("float32", "float16", "bfloat16"):
         raise TinyEngramError(f"dtype {dtype!r}, expected float32, float16 or bfloat16")
     try:
-        with warnings.catch_warnings(), _without_bars(diffusers_logging, transformers_logging):
-            warnings.simplefilter("ignore", FutureWarning)
-            pipe = DiffusionPipeline.from_pretrained(str(model), torch_dtype=getattr(torch, dtype))
+        with _without_bars(diffusers_logging, transformers_logging):
+            pipe = DiffusionPipeline.from_pretrained(str(model), dtype=getattr(torch, dtype))
     except Exception as error:  # damaged folders make the loaders raise anything, SafetensorError and AttributeError included
         reason = " ".join(str(error).split())[:200]
         raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({reason}); expected a diffusers folder or hub id") from error

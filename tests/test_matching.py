@@ -24,7 +24,8 @@ def index_of(clip):
 
     def make(*triggers):
         index = TriggerIndex(edges)
-        index.add_many((t, compile_trigger(t, clip, compressed=compressed)) for t in triggers)
+        for t in triggers:
+            index.add(t, compile_trigger(t, clip, compressed=compressed))
         return index
 
     return make
@@ -208,7 +209,8 @@ def test_equals_a_plain_search_on_random_ids():
     for size in (2, 3, 12):
         sequences = {tuple(rng.integers(0, size, rng.integers(1, 6)).tolist()) for _ in range(40)}
         index = TriggerIndex(open_edges(size))
-        index.add_many(raw(str(s), *s) for s in sequences)
+        for s in sequences:
+            index.add(*raw(str(s), *s))
         ids = rng.integers(0, size, (5, 60))
         found = index.match(ids)
         mine = [
@@ -231,7 +233,8 @@ def test_a_thousand_concepts_are_matched_within_two_milliseconds():
     index = TriggerIndex(open_edges(49_408))
     # The worst case: every id of the prompt could start a trigger, and spans of six lengths are in use.
     sequences = {(int(i), *rng.integers(0, 49_408, i % 6).tolist()) for i in range(1000)}
-    index.add_many(raw(str(k), *s) for k, s in enumerate(sequences))
+    for k, s in enumerate(sequences):
+        index.add(*raw(str(k), *s))
     ids = rng.integers(0, 1000, (4, 77))
     index.match(ids)
     times = []

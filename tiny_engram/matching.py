@@ -1,10 +1,10 @@
 """Where registered triggers stand in a batch of token ids: one vectorised match over all concepts.
 
 Per trigger length the keys' hashes are sorted; each window that could start a trigger is looked up by binary search and then
-checked against the full key, so the cost grows with the logarithm of the number of concepts. May import triggers and boundaries.
+checked against the full key, so the cost grows with the logarithm of the number of concepts. May import triggers, boundaries and errors.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Fired spans, ordered by (row, start); all arrays int64 `[spans]`. `entry` indexes `TriggerIndex.entries`."""
+    """Fired spans, ordered by (batch, start); all arrays int64 `[spans]`. `entry` indexes `TriggerIndex.entries`."""
 
     batch: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -100,11 +100,6 @@ class TriggerIndex:
         self._compiled[name] = compiled
         self._owner.update((variant.ids, name) for variant in compiled.variants)
         self._stale = True
-
-    def add_many(self, items: Iterable[tuple[str, CompiledTrigger]]) -> None:
-        """`add` for each item."""
-        for name, compiled in items:
-            self.add(name, compiled)
 
     def remove(self, name: str) -> None:
         """Forget a concept's sequences. Raises TinyEngramError for an unknown name."""

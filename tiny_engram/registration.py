@@ -1,4 +1,7 @@
-"""What registering a trigger would mean: tokens, rows, collisions, near misses, warnings. May import triggers, matching and store."""
+"""What registering a trigger would mean: tokens, rows, collisions, near misses, warnings.
+
+May import config, boundaries, triggers, matching and store.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tiny_engram.boundaries import CUT, REASONS, backend_of
+from tiny_engram.boundaries import REASONS, backend_of
 from tiny_engram.config import ConceptConfig
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.store import ConceptStore
@@ -127,8 +130,7 @@ def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) 
             inside = re.search(rf"(?<!\w){re.escape(compiled.text)}(?!\w)", word, re.IGNORECASE)
             found.append(NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids"))
         else:
-            reason = REASONS[blocked[0].code] if blocked else "has other token ids"
-            found.append(NearMiss(word, False, REASONS[CUT] if blocked and blocked[0].code == CUT else reason))
+            found.append(NearMiss(word, False, REASONS[blocked[0].code] if blocked else "has other token ids"))
     return found
 
 

@@ -90,25 +90,23 @@ def _choose(items: list[int], share: float) -> int:
     return items[int(share * len(items))]
 
 
-def denoising_loss(
-    pipe: Any, module: nn.Module, data: _Data, keys: list[objective.Draw], config: TrainConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss and plain squared error (both scalars) of one batch, whose every choice is in `keys`."""
-    pictures = [int(key.picture * len(data.choices)) for key in keys]
+def denoising_loss(pipe: Any, module: nn.Module, data: _Data, draws: list[objective.Draw], config: TrainConfig) -> torch.Tensor:
+    """Weighted squared error (a scalar) of one batch, whose every choice is in `draws`."""
+    pictures = [int(drawn.picture * len(data.choices)) for drawn in draws]
     picks = [
-        _choose(data.bare if key.drop < config.caption_dropout else data.choices[picture], key.caption)
-        for key, picture in zip(keys, pictures, strict=True)
+        _choose(data.bare if drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
+        for drawn, picture in zip(draws, pictures, strict=True)
     ]
     device, dtype = data.means.device, pipe.unet.dtype
     steps = pipe.scheduler.config.num_train_timesteps
-    timesteps = torch.tensor([int(key.timestep * steps) for key in keys], device=device)
-    noise = torch.stack([objective.noise_for(key, (2, *data.means.shape[1:])) for key in keys]).to(device)
+    timesteps = torch.tensor([int(drawn.timestep * steps) for drawn in draws], device=device)
+    noise = torch.stack([objective.noise_for(drawn, (2, *data.means.shape[1:])) for drawn in draws]).to(device)
     latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
     states, spans = data.captions.batch(picks)
     predicted = pipe.unet(noisy.to(dtype), timesteps, module(states, spans).to(dtype), return_dict=False)[0].float()
     error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
-    return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean(), error.mean()
+    return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean()
 
 
 @contextmanager
@@ -317,10 +315,10 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
             total = 0.0
             for part in range(config.gradient_accumulation_steps):
                 first = (part * processes + rank) * share
-                keys = [objective.draw(config.seed, run.step, first + i, samples) for i in range(share)]
+                draws = [objective.draw(config.seed, run.step, first + i, samples) for i in range(share)]
                 with accelerator.accumulate(wrapped):
                     with accelerator.autocast():
-                        loss, _ = denoising_loss(pipe, wrapped, data, keys, config)
+                        loss = denoising_loss(pipe, wrapped, data, draws, config)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)

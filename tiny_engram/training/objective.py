@@ -1,4 +1,4 @@
-"""The denoising loss, with every random choice keyed by (seed, step, sample). Imports torch only.
+"""The denoising loss, with every random choice keyed by (seed, step, sample). Imports torch and errors only.
 
 Keys instead of generator state: a resumed run, a run on another number of processes and a run with validation in it
 draw the same pictures, captions, timesteps and noise.
@@ -41,9 +41,9 @@ def draw(seed: int, step: int, sample: int, samples: int) -> Draw:
     return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1)
 
 
-def noise_for(key: Draw, shape: tuple[int, ...]) -> torch.Tensor:
+def noise_for(drawn: Draw, shape: tuple[int, ...]) -> torch.Tensor:
     """Standard normal noise, float32, drawn on the CPU so that every device gets the same."""
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(key.noise_seed))
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(drawn.noise_seed))
 
 
 def signal_noise(scheduler: Any, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +53,7 @@ def signal_noise(scheduler: Any, timesteps: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def add_noise(scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    """Latents `[B, channels, h, w]` as noisy as the scheduler has them at each timestep."""
     signal, level = signal_noise(scheduler, timesteps)
     return signal * latents + level * noise
 
