@@ -42,6 +42,7 @@ def get_adapter(pipe: Any) -> EngramAdapter:
 
 
 def find_adapter(pipe: Any) -> EngramAdapter | None:
+    """The adapter of a pipeline or of one that shares a module with it; None if there is none."""
     modules = [m for m in vars(pipe).values() if isinstance(m, nn.Module)]
     owners = [hook.owner for module in modules for hook in hooks_of(module) if hook.owner is not None]
     return next((owner for owner in owners if isinstance(owner, EngramAdapter)), None)

@@ -1,4 +1,4 @@
-"""Where a concept's rows live: salts, row ids, and the table that one mount reads. May import the core.
+"""Where a concept's rows live: salts, row ids, and the table that one mount reads. May import the core and triggers.
 
 Row ids depend on the trigger alone: look-backs stop at the span's start, and the running XOR of each position starts from a salt made
 of the whole canonical trigger, the position and a counter. Should two concepts (or two positions of one) want the same row, the

@@ -1,8 +1,8 @@
 """What token ids tell about the edges of words, for any fast tokenizer, as tables over the vocabulary.
 
 An encoder sees ids, not text. This module decides, from two neighbouring ids alone, whether a trigger that ends (or starts)
-between them stands alone there, as a regular expression's `\\b` would decide it on the text. May import numpy and tokenizers'
-public interface only.
+between them stands alone there, as a regular expression's `\\b` would decide it on the text. Imports numpy only, and
+reads a tokenizer through its public interface.
 
 Three kinds of vocabulary are told apart by their marks: CLIP's BPE marks where a word ends (`</w>`), sentencepiece marks where
 a word starts (U+2581), byte-level BPE marks the leading space (U+0120). CLIP's rule splits text between letters, single digits

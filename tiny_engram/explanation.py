@@ -1,4 +1,4 @@
-"""Which spans fire in a prompt, which triggers were seen but did not, and why. May import triggers, matching, boundaries and store."""
+"""Which spans fire in a prompt, which triggers were seen but did not, and why. May import triggers, matching and boundaries."""
 
 import re
 from collections.abc import Mapping

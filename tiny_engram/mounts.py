@@ -1,4 +1,4 @@
-"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import store, residual and errors.
+"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import store and errors.
 
 Hooks are plain callables in torch's hook dictionaries, never modules: the encoder's module tree and state dict stay as they were. A
 hook that finds itself on another module (a deep copy, an unpickled encoder) has lost its concepts and says so.

@@ -1,4 +1,5 @@
-"""What a concept does to hidden states at its spans: one function that serving and training both call. Imports numpy and kernels.
+"""What a concept does to hidden states at its spans: one function that serving and training both call. Imports numpy, torch
+and kernels.
 
 A fired position's result depends on its own span alone: every sum runs in a fixed order that no other row of the batch can change.
 """

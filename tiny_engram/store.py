@@ -1,6 +1,6 @@
 """What is loaded at one encoder: trigger index, row banks, gates and strengths; token ids in, spans with rows out.
 
-May import triggers, matching, addressing, concept and residual; knows no module and no pipeline.
+May import the core, boundaries, triggers, matching, addressing, concept and residual; knows no module and no pipeline.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Checkpoints: `checkpoint-N` folders of safetensors and JSON, complete or absent. No pickle. May import torch and safetensors.
+"""Checkpoints: `checkpoint-N` folders of safetensors and JSON, complete or absent. No pickle.
 
 A folder is written under another name and renamed last, so that a killed run leaves no half checkpoint that "latest"
-could find.
+could find. May import torch, safetensors, concept and files.
 """
 
 import json

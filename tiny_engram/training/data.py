@@ -1,4 +1,4 @@
-"""A folder of pictures and captions becomes a checked list of examples. Imports Pillow and numpy only.
+"""A folder of pictures and captions becomes a checked list of examples. Imports Pillow, numpy and errors only.
 
 Everything is looked at before training starts: one bad file is named now, not met an hour later.
 """

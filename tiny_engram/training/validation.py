@@ -1,4 +1,4 @@
-"""Pictures drawn during training, from fixed seeds, with the very rows that would be saved. May import torch, numpy and Pillow."""
+"""Pictures drawn during training, from fixed seeds, with the very rows that would be saved. Imports no diffusers."""
 
 import base64
 import io
