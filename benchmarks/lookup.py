@@ -203,7 +203,7 @@ def shares(pipe: Any, adapter: EngramAdapter, prompts: dict[str, str], repeats: 
 
 
 def measure(counts: Sequence[int], repeats: int) -> dict[str, Any]:
-    words = made_up_words(max(counts))
+    words = made_up_words(max(50, *counts))
     pipe = StableDiffusionPipeline.from_pretrained(BASE, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     bits = Bits(pipe, words)
