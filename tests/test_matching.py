@@ -1,5 +1,6 @@
 """The match over all concepts: places, word boundaries, longest match, equality with a plain search, speed."""
 
+import threading
 import time
 
 import numpy as np
@@ -243,3 +244,32 @@ def test_a_thousand_concepts_are_matched_within_two_milliseconds():
         index.match(ids)
         times.append(time.perf_counter() - begin)
     assert min(times) <= 2e-3
+
+
+def test_two_threads_may_match_right_after_a_change(monkeypatch):
+    """The second thread must not see the tables that the first is still filling: spans would be missing without a word."""
+    index = TriggerIndex(open_edges(100))
+    for length in range(1, 9):
+        index.add(*raw(str(length), *range(10 * length, 11 * length)))
+    ids = np.arange(100)[None]
+    want = len(index.match(ids))
+    index.set_silent("1", True)
+    index.set_silent("1", False)
+    plain, nearly, found = TriggerIndex._powers, threading.Event(), []
+
+    def slow(self, count):
+        if count < 9:  # one call for each length of the tables
+            time.sleep(0.01)
+            if count == 7:
+                nearly.set()
+        return plain(self, count)
+
+    monkeypatch.setattr(TriggerIndex, "_powers", slow)
+    first = threading.Thread(target=lambda: found.append(len(index.match(ids))))
+    first.start()
+    nearly.wait()
+    second = threading.Thread(target=lambda: found.append(len(index.match(ids))))
+    second.start()
+    first.join()
+    second.join()
+    assert found == [want, want]

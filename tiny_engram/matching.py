@@ -4,6 +4,7 @@ Per trigger length the keys' hashes are sorted; each window that could start a t
 checked against the full key, so the cost grows with the logarithm of the number of concepts. May import triggers, boundaries and errors.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,8 @@ class TriggerIndex:
         self._tables: dict[int, _Table] = {}
         self._active: NDArray[np.bool_] = np.empty(0, dtype=bool)
         self._silent: set[str] = set()
+        # Held by whoever reads or changes the tables, and by ConceptStore around a whole plan: threads share one pipeline.
+        self.lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -161,6 +164,11 @@ class TriggerIndex:
 
     def _candidates(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """All windows whose ids are exactly a registered sequence (boundaries not looked at)."""
+        with self.lock:
+            return self._find(ids)
+
+    def _find(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """`_candidates`, the lock held."""
         if self._stale:
             self._rebuild()
         if not self._tables or not ids.size:
