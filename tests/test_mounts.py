@@ -372,3 +372,20 @@ def test_seconds_are_counted(tiny, adapter, pipe):
     before = adapter.seconds
     encode(pipe, PROMPT)
     assert 0 < adapter.seconds - before < 1
+
+
+def test_gates_do_not_follow_the_default_type(tiny, adapter, pipe):
+    """Under torch.set_default_dtype(bfloat16) they were rounded: other bits than those validated."""
+    concept = tiny.concept(adapter, "sks")
+    rows = concept.mount_rows("clip_l")
+    adapter.load_concept(concept.with_rows("clip_l", rows.rows(), rows.gain + 0.123, rows.bias + 0.0777))
+    store, ids = adapter.mounts["clip_l"].store, ids_of(pipe, "a sks")
+    (expected,) = store.plan(ids)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (fired,) = store.plan(ids)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for what in ("gain", "bias", "scale"):
+        assert getattr(fired, what).dtype == torch.float32
+        assert torch.equal(getattr(fired, what), getattr(expected, what))

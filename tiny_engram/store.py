@@ -103,39 +103,43 @@ class ConceptStore:
 
     def add(self, name: str, compiled: CompiledTrigger, rows: MountRows, config: ConceptConfig, strength: float = 1.0) -> int:
         """Load one concept; returns the collision counter that its rows took. Nothing is changed if it raises."""
-        bank = self.bank_for(config)
-        self.index.add(name, compiled)
-        try:
-            counter = bank.add(name, compiled.groups, rows.payload, rows.scale)
-        except Exception:
-            self.index.remove(name)
-            raise
-        self._members[name] = _Member(bank, rows.gain.tolist(), rows.bias.tolist(), rows.rho, strength)
-        self.set_strength(name, strength)
-        return counter
+        with self.index.lock:
+            bank = self.bank_for(config)
+            self.index.add(name, compiled)
+            try:
+                counter = bank.add(name, compiled.groups, rows.payload, rows.scale)
+            except Exception:
+                self.index.remove(name)
+                raise
+            self._members[name] = _Member(bank, rows.gain.tolist(), rows.bias.tolist(), rows.rho, strength)
+            self.set_strength(name, strength)
+            return counter
 
     def remove(self, name: str) -> None:
         """Unload one concept: its rows, gates and sequences are gone."""
-        self.index.remove(name)
-        self._members.pop(name).bank.remove(name)
-        self._banks = {key: bank for key, bank in self._banks.items() if len(bank)}
+        with self.index.lock:
+            self.index.remove(name)
+            self._members.pop(name).bank.remove(name)
+            self._banks = {key: bank for key, bank in self._banks.items() if len(bank)}
 
     def set_strength(self, name: str, strength: float) -> None:
         """0 makes the concept silent: as if it were not loaded."""
-        self._members[name].strength = strength
-        self.index.set_silent(name, strength == 0.0)
+        with self.index.lock:
+            self._members[name].strength = strength
+            self.index.set_silent(name, strength == 0.0)
 
     def plan(self, input_ids: torch.Tensor) -> list[Fired]:
         """What fires where, with the rows read from the table: input_ids int64 `[batch, time]`, any device; one entry per bank."""
         if not self._members:
             return []
         ids = input_ids.detach().cpu().numpy()
-        matches = self.index.match(ids)
-        by_bank: dict[int, list[tuple[int, int, int, Entry]]] = {}
-        for b, s, n, e in zip(*(a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry)), strict=True):
-            entry = self.index.entries[e]
-            by_bank.setdefault(id(self._members[entry.name].bank), []).append((b, s, n, entry))
-        return [self._read(places, ids) for places in by_bank.values()]
+        with self.index.lock:
+            matches = self.index.match(ids)
+            by_bank: dict[int, list[tuple[int, int, int, Entry]]] = {}
+            for b, s, n, e in zip(*(a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry)), strict=True):
+                entry = self.index.entries[e]
+                by_bank.setdefault(id(self._members[entry.name].bank), []).append((b, s, n, entry))
+            return [self._read(places, ids) for places in by_bank.values()]
 
     def _read(self, places: list[tuple[int, int, int, Entry]], ids: np.ndarray) -> Fired:
         """Ids -> canonical ids -> row ids -> rows, for all spans of one bank at once."""
@@ -148,8 +152,8 @@ class ConceptStore:
             tuple(name for name, _, _ in asked),
             Spans.of((b, s, n, entry.group.offset) for b, s, n, entry in places),
             bank.lookup(asked),
-            torch.tensor([g for m, at in own for g in m.gain[at]]),
-            torch.tensor([g for m, at in own for g in m.bias[at]]),
-            torch.tensor([m.strength * m.rho for m, at in own for _ in m.gain[at]]),
+            torch.tensor([g for m, at in own for g in m.gain[at]], dtype=torch.float32),
+            torch.tensor([g for m, at in own for g in m.bias[at]], dtype=torch.float32),
+            torch.tensor([m.strength * m.rho for m, at in own for _ in m.gain[at]], dtype=torch.float32),
             bank.basis_seed,
         )
