@@ -6,6 +6,7 @@ import os
 import random
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,14 @@ def test_huge_headers_are_refused_before_they_are_read(tmp_path, length):
     path.write_bytes(struct.pack("<Q", length) + b"{}")
     with pytest.raises(ConceptFileError, match="expected at most"):
         Concept.load(path)
+
+
+def test_a_shape_of_many_large_sides_is_refused_at_once(tmp_path):
+    path = write_with_header(tmp_path / "c.safetensors", {"a": tensor(shape=[2**28] * 100_000)}, b"1234")
+    begin = time.perf_counter()
+    with pytest.raises(ConceptFileError) as caught:
+        Concept.load(path)
+    assert time.perf_counter() - begin < 1.0 and len(str(caught.value)) < 500
 
 
 def test_a_huge_file_is_refused_by_its_size(tmp_path):

@@ -127,6 +127,8 @@ def _check_header(path: Path, blob: bytes) -> dict[str, str]:
                 if not isinstance(side, int) or not 0 <= side <= MAX_FILE:
                     raise ValueError(f"shape {shape}")
                 count *= side
+                if count > MAX_FILE:  # a long list of large sides would take minutes to multiply
+                    raise ValueError(f"shape {shape[:4]}...")
             if dtype not in DTYPES:
                 raise ValueError(f"type {dtype}")
             if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= high <= data):
