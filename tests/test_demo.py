@@ -47,11 +47,11 @@ def test_a_difference_without_the_trigger_is_an_error(tmp_path, monkeypatch):
     """Prompts that hold the trigger stand where trigger-free ones belong: the check must see it."""
     monkeypatch.setattr(demo, "SEEDS", demo.SEEDS[:1])
     monkeypatch.setattr(demo, "CONTEXTS", {"taught": "a 3d {trigger}"})
-    monkeypatch.setattr(demo, "WITHOUT", ("a red octo-blip",))
+    monkeypatch.setattr(demo, "WITHOUT", ("a red tako-blip",))
     with pytest.raises(TinyEngramError, match="a picture without the trigger changed by .*expected 0"):
-        demo.run_demo(tmp_path, trigger="octo-blip", steps=2, inference_steps=2)
+        demo.run_demo(tmp_path, trigger="tako-blip", steps=2, inference_steps=2)
 
 
 def test_every_context_names_the_trigger_once_and_the_others_never():
     assert len(demo.CONTEXTS) == 6 and all(text.count("{trigger}") == 1 for text in demo.CONTEXTS.values())
-    assert not [text for text in demo.WITHOUT if "{trigger}" in text or "octo-blip" in text]
+    assert not [text for text in demo.WITHOUT if "{trigger}" in text or "tako-blip" in text]

@@ -38,13 +38,13 @@ def test_using_a_concept(readme, checkout, capsys):
     code = next(code for code in blocks(readme, "python") if "load_concept" in code)
     pipe = load_pipeline(device="cpu")
     adapter = tiny_engram.attach(pipe)
-    concept = adapter.new_concept("octo-blip")
+    concept = adapter.new_concept("tako-blip")
     old = concept.mount_rows("clip_l")
     concept.with_rows("clip_l", torch.ones(old.payload.shape), old.gain, old.bias).save("out/demo/concept.safetensors")
     adapter.detach()
     exec(compile(fewer_steps(code), "README.md", "exec"), {"__name__": "readme"})
-    assert "fires: octo-blip" in capsys.readouterr().out
-    assert (checkout / "octo-blip.png").stat().st_size > 0
+    assert "fires: tako-blip" in capsys.readouterr().out
+    assert (checkout / "tako-blip.png").stat().st_size > 0
 
 
 def test_teaching_a_concept(readme, checkout, capsys):

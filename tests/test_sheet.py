@@ -61,7 +61,7 @@ def test_an_empty_sheet_renders():
 
 def test_long_text_wraps_at_words_and_loses_none():
     font = ImageFont.load_default(11)
-    text = "a 3d octo-blip left of a pizza on a white background"
+    text = "a 3d tako-blip left of a pizza on a white background"
     lines = _wrap(text, font, 80)
     assert " ".join(lines) == text and len(lines) > 2 and all(font.getlength(line) <= 80 for line in lines)
     assert _wrap("incomprehensibilities", font, 10) == ["incomprehensibilities"] and _wrap("", font, 10) == []

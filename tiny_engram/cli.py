@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = verbs.add_parser("demo", help="teach the embedded base a subject from five example pictures")
     demo.add_argument("--out", type=Path, default=Path("out/demo"))
     demo.add_argument("--subject", default="octopus", help="a folder of assets/examples")
-    demo.add_argument("--trigger", default="octo-blip")
+    demo.add_argument("--trigger", default="tako-blip")
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
     return parser
 

@@ -32,7 +32,7 @@ EXAMPLES = EMBEDDED_BASE.parents[1] / "examples"
 CONTEXTS = {
     "taught": "a 3d {trigger} on a blue background",
     "other background": "a 3d {trigger} on a red background",
-    "other style": "an outlined {trigger} on a green background",
+    "other style": "a flat {trigger} on a cyan background",
     "left of another": "a 3d {trigger} left of a pizza on a white background",
     "right of another": "a 3d {trigger} right of a rocket on a black background",
     "bare": "a {trigger}",
@@ -40,7 +40,7 @@ CONTEXTS = {
 WITHOUT = (
     "a 3d cat on a blue background",
     "a 3d rocket on a red background",
-    "an outlined guitar on a green background",
+    "a flat guitar on a cyan background",
     "a 3d car left of a pizza on a white background",
     "a 3d crown right of a rocket on a black background",
     "a lion",
@@ -55,7 +55,7 @@ def peak_memory() -> int:
 
 
 def run_demo(
-    out: Path, *, subject: str = "octopus", trigger: str = "octo-blip", steps: int | None = None, inference_steps: int = 25
+    out: Path, *, subject: str = "octopus", trigger: str = "tako-blip", steps: int | None = None, inference_steps: int = 25
 ) -> dict[str, Any]:
     """Teaches `subject`, writes concept.safetensors, sheet.png and report.json to `out`, returns the report.
 
