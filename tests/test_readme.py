@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 
 import tiny_engram
 from tiny_engram.pipelines.loaders import load_pipeline
@@ -45,6 +46,12 @@ def test_using_a_concept(readme, checkout, capsys):
     exec(compile(fewer_steps(code), "README.md", "exec"), {"__name__": "readme"})
     assert "fires: tako-blip" in capsys.readouterr().out
     assert (checkout / "tako-blip.png").stat().st_size > 0
+
+
+def test_the_embedded_base_loads_and_draws_with_plain_from_pretrained(repo_root):
+    pipe = StableDiffusionPipeline.from_pretrained(repo_root / "assets/bases/emoji-sd")
+    assert {pipe.unet.dtype, pipe.text_encoder.dtype, pipe.vae.dtype} == {torch.float32}
+    assert pipe("a cat", num_inference_steps=1, height=128, width=128).images[0].size == (128, 128)
 
 
 def test_teaching_a_concept(readme, checkout, capsys):

@@ -57,6 +57,7 @@ def compiled(clip, text, aliases=()):
         (None, "expected text"),
         (7, "expected text"),
         ("<|endoftext|>", "unknown to the tokenizer"),
+        ("sks<|endoftext|>", "holds the tokenizer's special token"),
         (" ".join(["zebra"] * 76), "takes 76 tokens, expected at most 75"),
     ],
 )

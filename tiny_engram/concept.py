@@ -5,7 +5,6 @@ May import config, quantization, triggers and concept_file (which holds the file
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,8 @@ from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.triggers import CompiledTrigger, RowGroup, Variant
 
 __all__ = ["Concept", "ConceptFileError", "MountRows", "RoleRows"]
+
+MOST_RHO = 1e6  # any larger bound could overflow a float32 state
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +243,8 @@ class Concept:
                     if tensor.dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
                         raise TinyEngramError(f"{role}.{mount}.{what} holds NaN or infinity, expected finite numbers")
                     parts[what] = tensor
-                if not isinstance(rho, int | float) or not math.isfinite(rho):
-                    raise TinyEngramError(f"rho of {role}.{mount} is {rho!r}, expected a finite number")
+                if isinstance(rho, bool) or not isinstance(rho, int | float) or not 0 < rho <= MOST_RHO:
+                    raise TinyEngramError(f"rho of {role}.{mount} is {rho!r}, expected a number above 0, at most {MOST_RHO:g}")
                 rows = MountRows(**parts, rho=float(rho))
                 if not bool(torch.isfinite(rows.rows()).all()):
                     raise TinyEngramError(f"{role}.{mount}.payload holds NaN or infinity, expected finite numbers")

@@ -251,6 +251,10 @@ def compile_trigger(
         for ids, form in found.items():
             if all(i in special for i in ids):
                 raise TriggerError(f"trigger {spelling!r} is unknown to the tokenizer (only unknown or special tokens); use other letters")
+            # written out, such a token has the very id that ends or pads every prompt
+            held = next((token for token in getattr(tokenizer, "all_special_tokens", ()) if token in spelling), None)
+            if held is not None:
+                raise TriggerError(f"trigger {spelling!r} holds the tokenizer's special token {held!r}, expected words; leave it out")
             if unknown in ids or any(i in special for i in ids):
                 warnings.append(
                     f"{spelling!r} holds characters that the tokenizer does not know; other unknown characters will fire it too"

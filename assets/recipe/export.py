@@ -51,6 +51,9 @@ def main() -> None:
     if tokenizer.exists():
         shutil.move(tokenizer, kept)
     pipe.save_pretrained(args.to)
+    # transformers loads a model in the dtype its config names: the file is fp16, the pipeline that plain from_pretrained makes is fp32
+    config = args.to / "text_encoder" / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
     if kept.exists():
         # the files of the tokenizer's source stay as they came
         shutil.rmtree(tokenizer)
