@@ -72,7 +72,7 @@ def test_every_command_is_understood(readme):
 
 
 def test_what_it_points_to_exists(readme, repo_root):
-    named = set(re.findall(r"\]\((?!https?:)([^)#]+)\)", readme)) - {"docs/images/demo.png"}
+    named = set(re.findall(r"\]\((?!https?:)([^)#]+)\)", readme))
     named |= set(re.findall(r"`((?:benchmarks|assets|kernels|pipelines|tests|tiny_engram)/[\w./-]*)`", readme))
     named |= set(re.findall(r"\b(benchmarks/\w+\.py)\b", readme))
     lacking = sorted(path for path in named if not (repo_root / path).exists())
