@@ -39,10 +39,11 @@ def circumstances(*packages: str, depends_on: Sequence[str] = (".",), accelerato
 
     The commit ends in "-dirty" while tracked files under `depends_on`, relative to the repository, differ from it, results
     and Markdown aside: such figures are not for keeping. The machine is named by its kind, never by its host:
-    `accelerator`, or the number and architecture of its cores.
+    `accelerator`, or the number and architecture of its cores. Where there is no repository (a copied tree on a machine with
+    an accelerator) the commit is taken from the environment's TINY_ENGRAM_COMMIT.
     """
-    commit = _git("rev-parse", "HEAD")
-    if _git("status", "--porcelain", "--untracked-files=no", "--", *depends_on, ":!*.md", ":!benchmarks/results"):
+    commit = os.environ.get("TINY_ENGRAM_COMMIT") or _git("rev-parse", "HEAD")
+    if "TINY_ENGRAM_COMMIT" not in os.environ and _git("status", "--porcelain", "--untracked-files=no", "--", *depends_on, ":!*.md", ":!benchmarks/results"):
         commit += "-dirty"
     machine = accelerator or f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
