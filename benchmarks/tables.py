@@ -42,8 +42,9 @@ def circumstances(*packages: str, depends_on: Sequence[str] = (".",), accelerato
     `accelerator`, or the number and architecture of its cores. Where there is no repository (a copied tree on a machine with
     an accelerator) the commit is taken from the environment's TINY_ENGRAM_COMMIT.
     """
-    commit = os.environ.get("TINY_ENGRAM_COMMIT") or _git("rev-parse", "HEAD")
-    if "TINY_ENGRAM_COMMIT" not in os.environ and _git("status", "--porcelain", "--untracked-files=no", "--", *depends_on, ":!*.md", ":!benchmarks/results"):
+    given = os.environ.get("TINY_ENGRAM_COMMIT")
+    commit = given or _git("rev-parse", "HEAD")
+    if not given and _git("status", "--porcelain", "--untracked-files=no", "--", *depends_on, ":!*.md", ":!benchmarks/results"):
         commit += "-dirty"
     machine = accelerator or f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}

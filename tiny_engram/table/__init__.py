@@ -1,0 +1,5 @@
+"""The table runtime: rows by id, wherever they live. Imports numpy, torch, kernels and tiny_engram.{config,errors,files}."""
+
+from .engram_table import EngramTable
+
+__all__ = ["EngramTable"]
