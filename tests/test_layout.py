@@ -15,13 +15,14 @@ import pytest
 # Imports run one way, from a lower floor to none above it. A module of tiny_engram that is not named here is concept machinery.
 FLOORS = {
     "tiny_engram.kernels": 0,
-    **{f"tiny_engram.{name}": 1 for name in ("config", "errors", "tokenizer", "hashing", "quantization", "table", "layer")},
+    **{f"tiny_engram.{name}": 1 for name in ("config", "errors", "files", "tokenizer", "hashing", "quantization", "table", "layer")},
     "tiny_engram.adapter": 3,
     "tiny_engram.llm": 3,
     "tiny_engram.training": 3,
     "tiny_engram.pipelines": 4,
     "tiny_engram.studio": 5,
     "tiny_engram.cli": 5,
+    "tiny_engram.table_cli": 5,
     "tiny_engram.demo": 5,
     "tiny_engram.__main__": 5,
 }
