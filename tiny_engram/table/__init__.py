@@ -1,5 +1,7 @@
 """The table runtime: rows by id, wherever they live. Imports numpy, torch, kernels and tiny_engram.{config,errors,files}."""
 
 from .engram_table import EngramTable
+from .report import TableReport
+from .storage import RowStorage
 
-__all__ = ["EngramTable"]
+__all__ = ["EngramTable", "RowStorage", "TableReport"]
