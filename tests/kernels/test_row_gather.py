@@ -1,36 +1,198 @@
+"""The gather against rows dequantised one by one, by both implementations; the kernel runs in Triton's interpreter without a GPU."""
+
+import random
+import warnings
+
 import pytest
 import torch
 
+from tiny_engram.kernels.backend import implementation
 from tiny_engram.kernels.block_quant import dequantize_blocks, quantize_blocks
 from tiny_engram.kernels.row_gather import row_gather
 
-
-def test_gathers_and_dequantises():
-    payload, scale = quantize_blocks(torch.randn(7, 64, generator=torch.Generator().manual_seed(0)))
-    slots = torch.tensor([[6, 0, -1], [3, 3, 5]])
-    out = row_gather(payload, scale, slots)
-    rows = dequantize_blocks(payload, scale)
-    assert out.dtype == torch.float32 and out.shape == (2, 3, 64)
-    assert torch.equal(out[0, 0], rows[6]) and torch.equal(out[1, 0], out[1, 1])
-    assert torch.equal(out[0, 2], torch.zeros(64))
+BOTH = ("reference", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def test_an_absent_slot_does_not_see_a_broken_row_0():
-    payload = torch.ones(1, 32).to(torch.float8_e4m3fn)
-    assert torch.equal(row_gather(payload, torch.tensor([[255]], dtype=torch.uint8), torch.tensor([-1])), torch.zeros(1, 32))
+def table(rows: int, width: int, layout: str, seed: int = 0, pad: int = 0, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every byte pattern there is, in payload and scale; `pad` bytes follow each row and `offset` bytes stand before the first."""
+    generator = torch.Generator().manual_seed(seed)
+    row = width + width // 32 + pad
+    held = torch.randint(0, 256, (offset + rows * row,), generator=generator, dtype=torch.uint8)
+    record = held[offset:].view(rows, row)
+    payload, scale = record[:, :width].view(torch.float8_e4m3fn), record[:, width : width + width // 32]
+    return (payload, scale) if layout == "record" else (payload.clone(memory_format=torch.contiguous_format), scale.contiguous())
 
 
-def test_empty_table_and_empty_request():
+def expected(payload: torch.Tensor, scale: torch.Tensor, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Row by row, by the op that dequantises; ids outside give zeros."""
+    rows = dequantize_blocks(payload.contiguous(), scale.contiguous()).to(dtype)
+    zero = torch.zeros(payload.shape[1], dtype=dtype)
+    return torch.stack([rows[i] if 0 <= i < len(rows) else zero for i in ids])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, but for what a NaN carries."""
+    if a.dtype == torch.bfloat16 and not torch.cuda.is_available():
+        # Triton's interpreter casts float32 subnormals to bfloat16 wrongly; a device does not.
+        a, b = (torch.where(x.abs() < 2.0**-126, 0, x) for x in (a, b))
+    bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    nan = a.isnan()
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(nan, b.isnan()) and bool(((a.view(bits) == b.view(bits)) | nan).all())
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_equals_the_dequantised_rows_at_any_shape_and_layout(name):
+    draw = random.Random(7)
+    for case in range(24):
+        width = 32 * draw.choice((1, 2, 3, 5, 8))
+        rows = draw.randint(1, 40)
+        payload, scale = table(rows, width, draw.choice(("record", "split")), case, draw.choice((0, 0, 1, 2, 7)), draw.choice((0, 1, 4)))
+        ids = [draw.randint(-1, rows - 1) for _ in range(draw.randint(1, 90))]
+        dtype = DTYPES[case % 3]
+        with implementation(name):
+            assert same(row_gather(payload, scale, torch.tensor(ids), dtype=dtype), expected(payload, scale, ids, dtype)), (
+                case,
+                width,
+                rows,
+            )
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_payload_byte_under_every_scale_byte(name, dtype):
+    payload = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(torch.float8_e4m3fn)
+    scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1).repeat(1, 8)
+    with implementation(name):
+        out = row_gather(payload, scale, torch.arange(256), dtype=dtype)
+    assert same(out, dequantize_blocks(payload, scale).to(dtype))
+
+
+def test_ids_of_any_shape_and_stride_and_a_table_of_strided_rows():
+    payload, scale = table(9, 64, "record", pad=3)
+    ids = torch.arange(24).remainder(9).view(2, 3, 4).transpose(0, 2)[::2]
+    for name in BOTH:
+        with implementation(name):
+            out = row_gather(payload[::2], scale[::2], ids // 2)
+            assert out.shape == (2, 3, 2, 64)
+            assert same(out.reshape(-1, 64), expected(payload[::2], scale[::2], (ids // 2).flatten().tolist(), torch.float32))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_an_absent_slot_does_not_see_a_broken_row_0(name):
+    payload = torch.full((1, 32), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    with implementation(name):
+        out = row_gather(payload, torch.tensor([[255]], dtype=torch.uint8), torch.tensor([-1, 5, -7]), bounds="ignore")
+    assert torch.equal(out, torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_empty_table_and_empty_request(name):
     payload, scale = quantize_blocks(torch.zeros(0, 32))
-    assert torch.equal(row_gather(payload, scale, torch.tensor([-1, -1])), torch.zeros(2, 32))
-    assert row_gather(payload, scale, torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, 32)
+    with implementation(name):
+        assert torch.equal(row_gather(payload, scale, torch.tensor([-1, -1])), torch.zeros(2, 32))
+        assert row_gather(payload, scale, torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, 32)
+        with pytest.raises(IndexError, match=r"row id 0 is outside \[0, 0\)"):
+            row_gather(payload, scale, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_fatal_names_the_first_bad_id(name):
+    payload, scale = table(7, 32, "split")
+    with implementation(name):
+        with pytest.raises(IndexError, match=r"row id 7 is outside \[0, 7\), as are 3 of 5 ids .*bounds='warn'"):
+            row_gather(payload, scale, torch.tensor([-1, 7, 3, -2, 2**62]))
+        row_gather(payload, scale, torch.tensor([-1, 6, 0]))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_warn_reads_zeros_and_counts(name):
+    payload, scale = table(7, 32, "record")
+    ids = [-1, 3, 7, -(2**63), 6, 2**63 - 1] + [0] * 150 + [9]
+    violations = torch.zeros(2, dtype=torch.int64)
+    with implementation(name):
+        out = row_gather(payload, scale, torch.tensor(ids), bounds="warn", violations=violations)
+        assert same(out, expected(payload, scale, ids, torch.float32)) and violations.tolist() == [4, 7]
+        row_gather(payload, scale, torch.tensor([8, 1]), bounds="warn", violations=violations)
+        assert violations.tolist() == [5, 7]
+        with pytest.warns(RuntimeWarning, match="row id 7 is outside.*4 of 157"):
+            row_gather(payload, scale, torch.tensor(ids), bounds="warn")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            row_gather(payload, scale, torch.tensor([-1, 6]), bounds="warn")
+            row_gather(payload, scale, torch.tensor(ids), bounds="ignore", violations=violations)
+    assert violations.tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_shards_sum_to_the_whole(name):
+    payload, scale = quantize_blocks(torch.randn(11, 64, generator=torch.Generator().manual_seed(0)))
+    ids = torch.tensor([10, -1, 0, 3, 4, 5, 9, 4])
+    with implementation(name):
+        whole = row_gather(payload, scale, ids)
+        parts = [
+            row_gather(payload[a:b], scale[a:b], ids, first_row=a, rows_total=11, dtype=torch.bfloat16)
+            for a, b in ((0, 4), (4, 4), (4, 11))
+        ]
+        assert torch.equal(sum(part.float() for part in parts), whole)
+        with pytest.raises(IndexError, match=r"row id 11 is outside \[0, 11\)"):
+            row_gather(payload[:4], scale[:4], torch.tensor([11]), rows_total=11)
+        with pytest.raises(IndexError, match=r"outside \[0, 11\)"):
+            row_gather(payload[4:], scale[4:], torch.tensor([11]), first_row=4)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writes_into_the_given_memory(name, dtype):
+    payload, scale = table(7, 96, "record")
+    ids, out = torch.tensor([[6, 0], [-1, 2]]), torch.empty(2, 2, 96, dtype=dtype)
+    with implementation(name):
+        assert row_gather(payload, scale, ids, out=out) is out
+    assert same(out.view(4, 96), expected(payload, scale, [6, 0, -1, 2], dtype))
+
+
+def test_the_op_is_sound():
+    payload, scale = quantize_blocks(torch.randn(5, 32, generator=torch.Generator().manual_seed(0)))
+    payload, ids = payload.view(torch.uint8), torch.tensor([1, -1, 4])
+    torch.library.opcheck(torch.ops.tiny_engram.row_gather.default, (payload, scale, ids, 0, 5, "ignore", torch.bfloat16))
+    for violations in (None, torch.zeros(2, dtype=torch.int64)):
+        out = torch.zeros(3, 32)
+        torch.library.opcheck(torch.ops.tiny_engram.row_gather_out.default, (payload, scale, ids, 0, 5, "warn", out, violations))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_compiles_in_one_graph(name):
+    payload, scale = table(6, 32, "split")
+    violations = torch.zeros(2, dtype=torch.int64)
+
+    def step(ids, out):
+        rows = row_gather(payload, scale, ids + 1, dtype=torch.bfloat16)
+        row_gather(payload, scale, ids, bounds="warn", violations=violations, out=out)
+        return rows * 2
+
+    ids, out = torch.tensor([4, -2, 0]), torch.empty(3, 32)
+    with implementation(name):
+        doubled = torch.compile(step, fullgraph=True, backend="aot_eager")(ids, out)
+    assert same(doubled, expected(payload, scale, [5, -1, 1], torch.bfloat16) * 2)
+    assert same(out, expected(payload, scale, [4, -2, 0], torch.float32)) and violations.tolist() == [1, -2]
 
 
 def test_refuses_what_does_not_fit():
-    payload, scale = quantize_blocks(torch.zeros(2, 32))
-    with pytest.raises(IndexError):
-        row_gather(payload, scale, torch.tensor([2]))
+    payload, scale = quantize_blocks(torch.zeros(2, 64))
+    ids = torch.tensor([0])
     with pytest.raises(ValueError, match="int64"):
-        row_gather(payload, scale, torch.tensor([0], dtype=torch.int32))
+        row_gather(payload, scale, ids.int())
     with pytest.raises(ValueError, match="D / 32"):
-        row_gather(payload, torch.zeros(2, 2, dtype=torch.uint8), torch.tensor([0]))
+        row_gather(payload, torch.zeros(2, 3, dtype=torch.uint8), ids)
+    with pytest.raises(ValueError, match="side by side"):
+        row_gather(payload.view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn), scale, ids)
+    with pytest.raises(ValueError, match="do not fit"):
+        row_gather(payload, scale, ids, first_row=3, rows_total=4)
+    with pytest.raises(ValueError, match="'fatal', 'warn'|fatal, warn, ignore"):
+        row_gather(payload, scale, ids, bounds="clamp")
+    with pytest.raises(ValueError, match="bfloat16 or float16"):
+        row_gather(payload, scale, ids, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"contiguous \[1, 64\]"):
+        row_gather(payload, scale, ids, out=torch.empty(64))
+    with pytest.raises(ValueError, match=r"int64 \[2\]"):
+        row_gather(payload, scale, ids, bounds="warn", violations=torch.zeros(1))

@@ -1,0 +1,165 @@
+"""The gather as one Triton kernel: words of a row from any memory that the device can address, to values. Imports torch and triton.
+
+A row is read in the widest words that its addresses allow. Device memory gets a program for every few rows; over host memory
+a bounded number of programs walks the rows, since the bus is full long before the multiprocessors are, and what runs beside
+the gather needs those.
+"""
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+
+# Bytes of payload that one program has in flight. Over the bus latency is what costs, so more rows are asked for at once.
+DEVICE_TILE = 2048
+HOST_TILE = 4096
+HOST_PROGRAMS = 64
+WARPS = 4
+# A row wider than this is read by several programs.
+MAX_CHUNK = 4096
+WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@triton.jit
+def scale_of(byte):
+    """float32 2 ** (byte - 127) of e8m0 bytes: byte 0 is a subnormal, byte 255 is NaN."""
+    wide = byte.to(tl.int32) & 0xFF
+    bits = tl.where(wide == 0, 0x00400000, wide << 23)
+    bits = tl.where(wide == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def values_of(words, WORD: tl.constexpr):
+    """float32 ``[..., WORD]`` of the e4m3 bytes in words ``[A, B]`` of ``WORD`` bytes, without any scale.
+
+    By integer work, which needs no float8 unit: exponent and mantissa moved to float32's place make a number that is
+    2 ** 120 too small, subnormals included, and the product with 2 ** 120 is exact.
+    """
+    places = tl.arange(0, WORD)[None, None, :] * 8
+    wide = words[:, :, None] if WORD == 8 else words.to(tl.int32)[:, :, None]
+    # Each byte at the top of an int32, its sign where float32 has it.
+    top = ((wide << (56 - places)) >> 32).to(tl.int32) if WORD == 8 else wide << (24 - places)
+    magnitude = (top >> 4) & 0x07F00000
+    bits = (top & -2147483648) | magnitude
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(magnitude == 0x07F00000, float("nan"), value)
+
+
+@triton.jit(do_not_specialize=["count", "first_row", "rows", "rows_total"])
+def _row_gather_kernel(
+    payload,
+    scale,
+    row_ids,
+    out,
+    violations,
+    count,
+    first_row,
+    rows,
+    rows_total,
+    payload_stride: tl.constexpr,
+    scale_stride: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WORD: tl.constexpr,
+    WORD_TYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program (p, c): words ``c * CHUNK ...`` of rows p * ROWS ... of every num_programs-th block."""
+    chunk = tl.program_id(1)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    whole = place < WIDTH // WORD
+    words_at = tl.cast(payload, tl.pointer_type(WORD_TYPE))  # pyright: ignore[reportArgumentType]
+    blocks = tl.cdiv(count, ROWS)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        position = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+        asked = position < count
+        ids = tl.load(row_ids + position, mask=asked, other=-1)
+        slot = ids - first_row
+        here = (slot >= 0) & (slot < rows)
+        # Not by a mask alone: an address far outside is never even formed.
+        slot = tl.where(here, slot, 0)
+        wanted = here[:, None] & whole[None, :]
+        # Both loads stand before the first use of either, so that a program waits once. An absent row is 0 * 2 ** -127.
+        words = tl.load(words_at + slot[:, None] * (payload_stride // WORD) + place[None, :], mask=wanted, other=0)
+        byte = tl.load(scale + slot[:, None] * scale_stride + (place * WORD // 32)[None, :], mask=wanted, other=0)
+        result = values_of(words, WORD) * scale_of(byte)[:, :, None]
+        target = position[:, None, None] * WIDTH + (place * WORD)[None, :, None] + tl.arange(0, WORD)[None, None, :]
+        stored = asked[:, None, None] & whole[None, :, None]
+        tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
+
+        if violations is not None:
+            bad = asked & ((ids < -1) | (ids >= rows_total))
+            number = tl.sum(bad.to(tl.int32), axis=0)
+            if (number > 0) & (chunk == 0):
+                before = tl.atomic_add(violations, number.to(tl.int64))
+                if before == 0:
+                    lane = tl.arange(0, ROWS)
+                    earliest = tl.min(tl.where(bad, lane, ROWS), axis=0)
+                    tl.store(violations + 1, tl.sum(tl.where(lane == earliest, ids, 0), axis=0))
+
+
+def word_bytes(payload: torch.Tensor) -> int:
+    """The widest of 8, 4, 2 and 1 bytes in which every row of ``payload`` can be read."""
+    return gcd(payload.data_ptr(), payload.stride(0), payload.shape[1], 8)
+
+
+def launch(
+    payload: torch.Tensor,
+    scale: torch.Tensor,
+    row_ids: torch.Tensor,
+    first_row: int,
+    rows_total: int,
+    out: torch.Tensor,
+    violations: torch.Tensor | None,
+    *,
+    word: int | None = None,
+    tile: int | None = None,
+    programs: int | None = None,
+    warps: int = WARPS,
+) -> None:
+    """Fill ``out``; the keyword arguments are for benchmarks, None is the rule.
+
+    Raises:
+        ValueError: the table is plain host memory, which the device cannot address.
+    """
+    flat = row_ids.contiguous().view(-1)
+    width = payload.shape[1]
+    if flat.numel() == 0 or width == 0:
+        return
+    over_bus = row_ids.is_cuda and not payload.is_cuda
+    word = word or word_bytes(payload)
+    chunk = min(1 << (width - 1).bit_length(), MAX_CHUNK) // word
+    tile = tile or (HOST_TILE if over_bus else DEVICE_TILE)
+    rows = max(1, tile // (chunk * word))
+    blocks = -(-flat.numel() // rows)
+    programs = min(blocks, programs or (HOST_PROGRAMS if over_bus else blocks))
+    grid = (programs, -(-(width // word) // chunk))
+    try:
+        _row_gather_kernel[grid](
+            payload.view(torch.uint8),
+            scale,
+            flat,
+            out,
+            violations,
+            flat.numel(),
+            first_row,
+            payload.shape[0],
+            rows_total,
+            payload.stride(0),
+            scale.stride(0),
+            width,
+            word,
+            WORD_TYPES[word],
+            rows,
+            chunk,
+            num_warps=warps,  # pyright: ignore[reportCallIssue]
+            num_stages=1,  # pyright: ignore[reportCallIssue]
+        )
+    except ValueError as error:
+        if "cannot be accessed" not in str(error):
+            raise
+        raise ValueError(
+            "the table is in plain host memory, which the device cannot read: pin it (home 'pinned'), register it, or gather on the CPU"
+        ) from error
