@@ -1,11 +1,10 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.quantization import dequantize
 from tiny_engram.table.fill_rule import FillRule, ids_to_check
+from tiny_engram.table.storage import RowStorage
 
 M64 = (1 << 64) - 1
 FAR = [0, 1, 2, 7, 384_006_167, (1 << 31) + 1, (1 << 40) + 3]
@@ -25,12 +24,8 @@ def record(row, head_dim):
     return list(payload + scale[: head_dim // 32])
 
 
-def storage(rows, head_dim, layout, device="cpu"):
-    records = torch.zeros(rows, head_dim + head_dim // 32, dtype=torch.uint8, device=device)
-    if layout == "record":
-        return SimpleNamespace(payload=records[:, :head_dim].view(torch.float8_e4m3fn), scale=records[:, head_dim:], records=records)
-    payload = torch.zeros(rows, head_dim, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    return SimpleNamespace(payload=payload, scale=torch.zeros(rows, head_dim // 32, dtype=torch.uint8, device=device), records=None)
+def storage(rows, head_dim, layout, home="pageable"):
+    return RowStorage.allocate(rows, head_dim, home=home, layout=layout)
 
 
 @pytest.mark.parametrize("head_dim", [32, 96, 256, 1056])
@@ -72,10 +67,10 @@ def test_fills_either_layout(layout, threads, rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["record", "split"])
-@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize("home", ["pageable", "pinned", "device"])
 def test_a_gpu_fills_host_memory_with_the_same_bytes(layout, home):
     rule = FillRule(256)
-    made = storage(100_003, 256, layout, "cuda" if home == "device" else "cpu")
+    made = storage(100_003, 256, layout, home)
     rule.fill(made, first_row=7, device="cuda", chunk_rows=4096)
     payload, scale = rule.rows(torch.arange(7, 100_010))
     assert torch.equal(made.payload.cpu().view(torch.uint8), payload.view(torch.uint8)) and torch.equal(made.scale.cpu(), scale)

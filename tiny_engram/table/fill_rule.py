@@ -1,31 +1,22 @@
 """A rule that fills a table so that any row can be checked without the table: row id -> bytes, by integer arithmetic alone.
 
-Tables of real size are too large to keep a second copy of. Imports torch, kernels and tiny_engram.errors.
+Tables of real size are too large to keep a second copy of. Imports torch, kernels, tiny_engram.errors and
+storage.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.block_quant import BLOCK, dequantize_blocks
 
+from .storage import RowStorage
+
 _WORD = 8  # bytes of one mixed integer
 _WORDS_PER_ROW = 1 << 12  # numbers set aside for each row; the upper half makes scale bytes
 _FIRST_SCALE_WORD = _WORDS_PER_ROW // 2
-
-
-class _Rows(Protocol):
-    """What is filled: a RowStorage, or part of one."""
-
-    @property
-    def payload(self) -> torch.Tensor: ...
-    @property
-    def scale(self) -> torch.Tensor: ...
-    @property
-    def records(self) -> torch.Tensor | None: ...
 
 
 def _signed(number: int) -> int:
@@ -92,7 +83,7 @@ class FillRule:
 
     def fill(
         self,
-        storage: _Rows,
+        storage: RowStorage,
         *,
         first_row: int = 0,
         device: torch.device | str | None = None,
@@ -122,11 +113,11 @@ class FillRule:
             stop = min(start + chunk_rows, payload.shape[0])
             made = self.records(torch.arange(start + first_row, stop + first_row, device=where))
             if records is not None:
-                records[start:stop].copy_(made, non_blocking=True)
+                _copy(made, records[start:stop])
                 return
             # Contiguous on their own device first: only a contiguous copy crosses the bus in one piece.
-            payload.view(torch.uint8)[start:stop].copy_(made[:, : self.head_dim].contiguous(), non_blocking=True)
-            storage.scale[start:stop].copy_(made[:, self.head_dim :].contiguous(), non_blocking=True)
+            _copy(made[:, : self.head_dim].contiguous(), payload.view(torch.uint8)[start:stop])
+            _copy(made[:, self.head_dim :].contiguous(), storage.scale[start:stop])
 
         if where.type == "cuda":
             self._write_on_streams(starts, write, where)
@@ -147,6 +138,19 @@ class FillRule:
                 with torch.cuda.stream(streams[number % 2]):
                     write(start)
             torch.cuda.synchronize(device)
+
+
+def _copy(made: torch.Tensor, target: torch.Tensor) -> None:
+    """Enqueue a copy of bytes ``[N, B]``; by halves where the driver refuses, as it does across a seam of two registrations."""
+    try:
+        target.copy_(made, non_blocking=True)
+    except RuntimeError:
+        if len(made) == 1:
+            target.copy_(made.cpu())  # the seam's own row, by the processor
+            return
+        half = len(made) // 2
+        _copy(made[:half], target[:half])
+        _copy(made[half:], target[half:])
 
 
 def ids_to_check(rows: int, row_bytes: int) -> torch.Tensor:
