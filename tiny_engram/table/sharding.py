@@ -54,8 +54,8 @@ class ShardedTable:
 
     Attributes:
         rows_total: rows of the whole table.
-        violations: int64 ``[2]`` on the device of the first lookup that counted, None before: how many ids ``bounds="warn"`` found outside the
-            table, and the first of them. With ``same_ids=False`` it counts the ids of all ranks.
+        violations: int64 ``[2]`` on the device of the first lookup that counted, None before: how many ids ``bounds="warn"``
+            found outside the table, and the first of them. With ``same_ids=False`` it counts the ids of all ranks.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class ShardedTable:
         if bounds == "warn" and self.violations is None:
             if capturing:
                 raise TableError(
-                    "bounds='warn' was not used before this capture, which would count anew at each replay: look up once before"
+                    "bounds='warn' was not used before this capture, which would restart it at each replay: look up once before"
                 )
             self.violations = torch.zeros(2, dtype=torch.int64, device=row_ids.device)
         payload, scale = self.storage.payload, self.storage.scale
