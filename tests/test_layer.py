@@ -122,7 +122,7 @@ def test_every_link_is_live(form):
     assert not torch.equal(layer(x, canonical), before)
     layer.hasher = multipliers
     assert isinstance(table, EngramTable)
-    layer.table = EngramTable.dense(table._payload.view(torch.float8_e4m3fn), torch.full_like(table._scale, 100))
+    layer.table = EngramTable.dense(table.storage.payload, torch.full_like(table.storage.scale, 100))
     assert not torch.equal(layer(x, canonical), before)
     layer.table = table
     assert torch.equal(layer(x, canonical), before)

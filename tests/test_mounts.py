@@ -49,7 +49,7 @@ def test_a_corrupted_hash_is_a_missing_row(tiny, adapter, pipe, monkeypatch, bre
     with pytest.raises(TableError, match="is not in the table"):
         encode(pipe, PROMPT)
     lookup = bank.table.lookup
-    monkeypatch.setattr(bank.table, "lookup", lambda ids, missing: lookup(ids, missing="zero"))
+    monkeypatch.setattr(bank.table, "lookup", lambda ids, bounds: lookup(ids, bounds="ignore"))
     assert not torch.equal(ours, encode(pipe, PROMPT)) and not torch.equal(picture, tiny.picture(pipe, PROMPT))
     monkeypatch.undo()
     bank.hasher.multipliers, bank.hasher.primes, bank.hasher._constants = kept
@@ -57,11 +57,11 @@ def test_a_corrupted_hash_is_a_missing_row(tiny, adapter, pipe, monkeypatch, bre
 
 
 def zero_scales(store, bank, monkeypatch):
-    bank.table._scale.zero_()
+    bank.table._rows.scale.zero_()
 
 
 def zero_payload(store, bank, monkeypatch):
-    bank.table._payload.zero_()
+    bank.table._rows.payload.zero_()
 
 
 def swap_canonical_ids(store, bank, monkeypatch):
@@ -90,7 +90,7 @@ def test_corrupting_any_link_changes_conditioning_and_picture(tiny, pipe, monkey
         store = adapter.mounts["clip_l"].store
         bank = store.bank_of("zqx bolo")
         lookup = bank.table.lookup
-        monkeypatch.setattr(bank.table, "lookup", lambda ids, missing: lookup(ids, missing="zero"))
+        monkeypatch.setattr(bank.table, "lookup", lambda ids, bounds: lookup(ids, bounds="ignore"))
         breaks(store, bank, monkeypatch)
         assert not torch.equal(ours, encode(pipe, PROMPT)) and not torch.equal(picture, tiny.picture(pipe, PROMPT))
     finally:

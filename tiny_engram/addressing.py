@@ -8,7 +8,6 @@ counter of the newcomer is raised until they do not: rows move, values do not.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ import torch
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.hashing import NgramHasher
+from tiny_engram.kernels.row_gather import Bounds
 from tiny_engram.table import EngramTable
 from tiny_engram.triggers import RowGroup
 
@@ -93,7 +93,7 @@ class RowBank:
         """int64 `[positions, columns]`: the concept's addresses as of now."""
         return self._placed[name].row_ids
 
-    def lookup(self, spans: Sequence[tuple[str, int, Sequence[int]]], *, missing: Literal["raise", "zero"] = "raise") -> torch.Tensor:
+    def lookup(self, spans: Sequence[tuple[str, int, Sequence[int]]], *, bounds: Bounds = "fatal") -> torch.Tensor:
         """Rows of spans of any concepts in one pass: (name, offset among the concept's positions, the span's canonical ids) each.
 
         Returns float32 `[N, columns, head_dim]` for the N positions of all spans, span by span.
@@ -106,5 +106,5 @@ class RowBank:
             salt[: len(ids)] = self._placed[name].salts.numpy()[offset : offset + len(ids)]
         inside = torch.tensor([k * longest + p for k, (_, _, ids) in enumerate(spans) for p in range(len(ids))])
         return self.table.lookup(
-            self.hasher.rows(canonical, salt=torch.from_numpy(salts)).flatten(0, 1).index_select(0, inside), missing=missing
+            self.hasher.rows(canonical, salt=torch.from_numpy(salts)).flatten(0, 1).index_select(0, inside), bounds=bounds
         )

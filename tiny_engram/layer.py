@@ -15,10 +15,10 @@ from tiny_engram.kernels.short_conv import short_conv
 
 
 class RowSource(Protocol):
-    """Where rows come from: an EngramTable, or trainable rows with the same call."""
+    """Where rows come from: an EngramTable, or whatever else answers the same call."""
 
-    def lookup(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Float ``[..., head_dim]`` of int64 ``[...]``."""
+    def lookup(self, row_ids: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[..., head_dim]`` in ``dtype``, rounded once, of int64 ``[...]``, on their device."""
         ...
 
 
@@ -64,11 +64,23 @@ class EngramLayer(nn.Module):
             self.conv_weight = nn.Parameter(torch.zeros(config.copies, config.hidden, config.conv_kernel))
             self.conv_norm_weight = nn.Parameter(torch.ones(config.copies, config.hidden))
 
+    def row_ids(
+        self,
+        canonical: torch.Tensor,
+        *,
+        blocked: torch.Tensor | None = None,
+        history: torch.Tensor | None = None,
+        history_blocked: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Row ids int64 ``[B, T, columns]``; arguments as in :meth:`forward`. They are known before the model runs: prefetch by them."""
+        return self.hasher.rows(canonical, blocked, history, history_blocked)
+
     def forward(
         self,
         x: torch.Tensor,
         canonical: torch.Tensor,
         *,
+        rows: torch.Tensor | None = None,
         blocked: torch.Tensor | None = None,
         history: torch.Tensor | None = None,
         history_blocked: torch.Tensor | None = None,
@@ -78,6 +90,8 @@ class EngramLayer(nn.Module):
         Args:
             x: ``[B, T, copies, hidden]`` hidden states.
             canonical: int64 ``[B, T]`` canonical token ids.
+            rows: ``[B, T, row_width]``, the rows of :meth:`row_ids` where they were read ahead; the table is not asked then, and
+                canonical and history are not looked at.
             blocked: bool ``[B, T]``, image or padding tokens; their rows of x come back bit for bit.
             history: int64 ``[B, n - 1]`` canonical ids before the block, oldest first.
             history_blocked: bool ``[B, n - 1]``.
@@ -91,9 +105,15 @@ class EngramLayer(nn.Module):
         """
         config = self.config
         assert config.eps is not None  # filled in by LayerConfig
-        row_ids = self.hasher.rows(canonical, blocked, history, history_blocked)
-        rows = self.table.lookup(row_ids).flatten(-2).to(self.q_weight)
-        key, value = self.projections(rows)
+        dtype = self.q_weight.dtype
+        if rows is None:
+            row_ids = self.row_ids(canonical, blocked=blocked, history=history, history_blocked=history_blocked)
+            # A table rounds to these types itself; other types, float64 say, are exact from float32.
+            asked = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+            rows = self.table.lookup(row_ids, dtype=asked).flatten(-2)
+        elif rows.shape != (*x.shape[:2], config.row_width):
+            raise ValueError(f"rows {list(rows.shape)}: expected [B, T, row_width] = {[*x.shape[:2], config.row_width]}")
+        key, value = self.projections(rows.to(self.q_weight))
         if config.form == "v41":
             return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="v41", mask=blocked)
         gated = engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="paper", mask=blocked, residual=False)

@@ -1,80 +1,156 @@
-"""EngramTable: rows of e4m3 values with one e8m0 scale per 32, looked up by row id.
+"""EngramTable: rows of e4m3 values with one e8m0 scale per 32, looked up by row id, wherever they live.
 
-Imports numpy, torch, kernels and tiny_engram.errors. Row ids, slots: int64. A dense table's row id is its slot; a virtual
-table keeps the few rows that exist out of a huge address space, found by binary search.
+Imports torch, kernels, tiny_engram.errors and its neighbours; the planner and mapped files when they are first used. Row ids are int64.
+A dense table's row id is its slot in a storage; a virtual table keeps the few rows that exist out of a huge address space.
 """
 
-from typing import Literal, Self
+import warnings
+from collections.abc import Callable
+from os import PathLike
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.kernels.block_quant import BLOCK
-from tiny_engram.kernels.row_gather import row_gather
+from tiny_engram.kernels.row_gather import Bounds, row_gather
+from tiny_engram.kernels.row_gather.bounds import MODES, count, outside
 
-_SMALLEST = 256  # slots of the first allocation
+from .report import TableReport
+from .storage import Home, Layout, RowStorage
+from .virtual_index import VirtualRows, missing_rows
+
+if TYPE_CHECKING:
+    from .planner import LookupPlanner
+
+__all__ = ["EngramTable"]
 
 
 class EngramTable:
-    """Rows by id; make one with :meth:`dense` or :meth:`virtual`.
+    """Rows by id; make one with :meth:`dense`, :meth:`virtual`, :meth:`over`, :meth:`allocate` or :meth:`open`.
 
-    Adding or removing costs one pass over the index (not a sort), a lookup of k ids among R rows k * log(R).
+    Row id -1 is "no row": it reads as zeros whatever ``bounds`` says.
+
+    Attributes:
+        bounds: what an id without a row does where the lookup does not say: "fatal" raises and names it, "warn" reads zeros and
+            counts (see :meth:`check_bounds`), "ignore" reads zeros.
     """
 
-    def __init__(self, payload: torch.Tensor, scale: torch.Tensor, *, virtual: bool):
-        """Use :meth:`dense` or :meth:`virtual`."""
-        self._payload = payload.view(torch.uint8)  # bytes: not every operation has a float8 kernel
-        self._scale = scale
-        self._virtual = virtual
-        empty = torch.empty(0, dtype=torch.int64)
-        self._ids = empty  # sorted
-        self._slots = empty  # slot of each id
-        self._free = torch.arange(payload.shape[0]) if virtual else empty
+    def __init__(self, rows: RowStorage | VirtualRows, *, bounds: Bounds = "fatal"):
+        """Use one of the class methods."""
+        self.bounds: Bounds = _checked(bounds)
+        self._rows = rows
+        self._planners: dict[torch.device, LookupPlanner] = {}
+        self._violations: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
     def dense(cls, payload: torch.Tensor, scale: torch.Tensor) -> Self:
-        """A table over existing storage (not copied): payload float8_e4m3fn ``[R, D]``, scale uint8 ``[R, D / 32]``.
+        """A table over two tensors (not copied): payload float8_e4m3fn ``[R, D]``, scale uint8 ``[R, D / 32]``.
 
         Raises:
             TableError: types or shapes do not belong together.
         """
-        if payload.dtype != torch.float8_e4m3fn or scale.dtype != torch.uint8 or payload.ndim != 2:
-            raise TableError(
-                f"payload is {payload.dtype} {list(payload.shape)}, scale {scale.dtype}: expected float8_e4m3fn [R, D] and uint8"
-            )
-        _check_rows(payload, scale, payload.shape[0], payload.shape[1])
-        return cls(payload, scale, virtual=False)
+        home: Home = "device" if payload.device.type != "cpu" else "pageable"
+        if home == "pageable" and torch.cuda.is_available() and payload.is_pinned() and scale.is_pinned():
+            home = "pinned"
+        return cls(RowStorage(payload, scale, home=home, layout="split"))
 
     @classmethod
     def virtual(cls, head_dim: int) -> Self:
-        """An empty table for rows of ``head_dim`` values (a multiple of 32) at any int64 address."""
-        if head_dim < 1 or head_dim % BLOCK:
-            raise TableError(f"head_dim is {head_dim}: expected a multiple of {BLOCK}")
-        payload = torch.zeros((0, head_dim), dtype=torch.uint8).view(torch.float8_e4m3fn)
-        return cls(payload, torch.zeros((0, head_dim // BLOCK), dtype=torch.uint8), virtual=True)
+        """An empty table for rows of ``head_dim`` values (a multiple of 32) at any int64 address but -1.
+
+        Adding or removing costs one pass over the index (not a sort), a lookup of k ids among R rows k * log(R).
+        """
+        return cls(VirtualRows(head_dim))
+
+    @classmethod
+    def over(cls, storage: RowStorage, *, bounds: Bounds = "fatal") -> Self:
+        """A table over a storage, which it shares."""
+        return cls(storage, bounds=bounds)
+
+    @classmethod
+    def allocate(
+        cls,
+        rows: int,
+        head_dim: int,
+        *,
+        home: Home,
+        layout: Layout = "record",
+        device: torch.device | str | None = None,
+        path: str | PathLike[str] | None = None,
+        bounds: Bounds = "fatal",
+    ) -> Self:
+        """A table of zeros; arguments and errors as in ``RowStorage.allocate``."""
+        return cls(RowStorage.allocate(rows, head_dim, home=home, layout=layout, device=device, path=path), bounds=bounds)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        home: Home = "mapped",
+        *,
+        device: torch.device | str | None = None,
+        bounds: Bounds = "fatal",
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Self:
+        """The table in a file: a safetensors file, a sharded one, or a pool file.
+
+        Args:
+            home: "mapped" reads rows from the file as they are asked for; another home copies all of them there first.
+            device: of home "device".
+            progress: called with (bytes copied, bytes in all).
+
+        Raises:
+            TableError: no such file, a damaged one, or no room for the copy.
+        """
+        from .mapped import map_rows
+
+        mapped = map_rows(path)
+        if home == "mapped":
+            return cls(mapped, bounds=bounds)
+        with mapped:
+            return cls(mapped.copy_to(home, device=device, progress=progress), bounds=bounds)
+
+    def copy_to(
+        self,
+        home: Home,
+        *,
+        layout: Layout = "record",
+        device: torch.device | str | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> "EngramTable":
+        """The same rows in another home or layout, as a table of its own; not for virtual tables."""
+        copy = self.storage.copy_to(home, layout=layout, device=device, progress=progress)
+        return EngramTable(copy, bounds=self.bounds)
+
+    @property
+    def storage(self) -> RowStorage:
+        """The rows of a dense table. Raises TableError for a virtual one."""
+        if not isinstance(self._rows, RowStorage):
+            raise TableError("a virtual table has no storage: expected a dense one; read its rows with lookup")
+        return self._rows
 
     @property
     def head_dim(self) -> int:
         """Values per row."""
-        return self._payload.shape[1]
+        return self._rows.head_dim if isinstance(self._rows, RowStorage) else self._rows.payload.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are; ids must be there too."""
-        return self._payload.device
+        """Where the rows are."""
+        return self._rows.device if isinstance(self._rows, RowStorage) else self._rows.payload.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows (payload and scales); the index and spare room are not counted."""
-        return len(self) * (self._payload.shape[1] + self._scale.shape[1])
+        if isinstance(self._rows, RowStorage):
+            return self._rows.nbytes
+        return len(self) * (self._rows.payload.shape[1] + self._rows.scale.shape[1])
 
     def __len__(self) -> int:
-        return self._ids.numel() if self._virtual else self._payload.shape[0]
+        return self._rows.rows if isinstance(self._rows, RowStorage) else len(self._rows)
 
-    @torch.no_grad()
     def add(self, row_ids: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> None:
-        """Add rows; pass all rows of many concepts at once where you can.
+        """Add rows to a virtual table; pass all rows of many concepts at once where you can.
 
         Args:
             row_ids: int64 ``[...]``, all different.
@@ -82,120 +158,164 @@ class EngramTable:
             scale: uint8 ``[..., head_dim / 32]``.
 
         Raises:
-            TableError: an id is given twice or is in the table already (nothing is added then), or shapes do not fit.
+            TableError: an id is given twice or is in the table already (nothing is added then), shapes do not fit, or a dense table.
         """
-        self._need_virtual("add")
-        _check_rows(payload, scale, row_ids.numel(), self.head_dim, row_ids.shape)
-        # Tensors made in inference mode could not be written by a later call outside it.
-        with torch.inference_mode(False):
-            ids, order = row_ids.reshape(-1).sort()
-            doubles = int((ids[1:] == ids[:-1]).sum())
-            if doubles:
-                raise TableError(f"{doubles} of {ids.numel()} row ids are given twice: raise the collision counter and rehash")
-            present = int(self.contains(ids).sum())
-            if present:
-                raise TableError(f"{present} of {ids.numel()} row ids are in the table already: raise the collision counter and rehash")
-            slots = self._take(ids.numel())
-            self._payload[slots] = payload.view(torch.uint8).reshape(-1, self.head_dim)[order]
-            self._scale[slots] = scale.reshape(-1, self._scale.shape[1])[order]
-            places = torch.searchsorted(self._ids, ids)
-            self._ids = _inserted(self._ids, places, ids)
-            self._slots = _inserted(self._slots, places, slots)
+        self._virtual("add").add(row_ids, payload, scale)
 
-    @torch.no_grad()
     def remove(self, row_ids: torch.Tensor) -> None:
-        """Remove exactly these rows, int64 ``[...]``.
+        """Remove exactly these rows, int64 ``[...]``, from a virtual table.
 
         Raises:
-            TableError: an id is not in the table (nothing is removed then).
+            TableError: an id is not in the table (nothing is removed then), or a dense table.
         """
-        self._need_virtual("remove")
-        with torch.inference_mode(False):
-            ids = row_ids.reshape(-1).unique()
-            places, found = self._find(ids)
-            self._raise_missing(ids, found)
-            self._free = torch.cat((self._free, self._slots[places]))
-            self._ids, self._slots = _without(self._ids, places), _without(self._slots, places)
-            # Give memory back once three quarters are spare, so that load and unload in turn do not copy each time.
-            if self._payload.shape[0] > _SMALLEST and len(self) * 4 < self._payload.shape[0]:
-                self._payload, self._scale = self._payload[self._slots], self._scale[self._slots]
-                self._slots = torch.arange(len(self))
-                self._free = self._slots[:0]
+        self._virtual("remove").remove(row_ids)
 
     def contains(self, row_ids: torch.Tensor) -> torch.Tensor:
         """bool ``[...]``: which of the ids (int64 ``[...]``) have a row."""
-        return self._find(row_ids)[1]
+        if isinstance(self._rows, VirtualRows):
+            return self._rows.find(row_ids)[1]
+        if row_ids.dtype != torch.int64:
+            raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
+        return (row_ids >= 0) & (row_ids < len(self))
 
-    def lookup(self, row_ids: torch.Tensor, missing: Literal["raise", "zero"] = "raise") -> torch.Tensor:
+    def lookup(
+        self,
+        row_ids: torch.Tensor,
+        *,
+        bounds: Bounds | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Read rows in one vectorised call.
 
         Args:
-            row_ids: int64 ``[...]`` on the table's device.
-            missing: "raise", or "zero" to read an id without a row as zeros.
+            row_ids: int64 ``[...]``. Their device is where the rows are returned, whichever home they come from; ids on the CPU
+                with a table on a device, and ids on a device with a virtual table, cost a copy and a wait.
+            bounds: as the attribute, which counts when this is None. Under stream capture "fatal" is refused.
+            dtype: float32, bfloat16 or float16; rounded once.
+            out: contiguous ``[..., head_dim]`` on the ids' device to write into; its type then counts, not ``dtype``.
 
         Returns:
-            float32 ``[..., head_dim]``.
+            ``[..., head_dim]``, or ``out``.
 
         Raises:
-            TableError: ``missing="raise"`` and an id has no row; the first such id is named.
+            TableError: "fatal" and an id has no row (the first such id is named), types or devices do not belong together, or the
+                storage is closed.
         """
-        places, found = self._find(row_ids)
-        if missing == "raise":
-            self._raise_missing(row_ids, found)
-        slots = self._slots[places] if self._virtual and len(self) else places
-        return row_gather(self._payload.view(torch.float8_e4m3fn), self._scale, slots.masked_fill(~found, -1))
-
-    def _find(self, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Place of each id in the index (some valid place where there is none) and whether it was found."""
         if row_ids.dtype != torch.int64:
             raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
-        last = max(len(self) - 1, 0)
-        if not self._virtual:
-            return row_ids.clamp(0, last), (row_ids >= 0) & (row_ids < len(self))
-        if not len(self):
-            return torch.zeros_like(row_ids), torch.zeros_like(row_ids, dtype=torch.bool)
-        # By numpy: torch's search wakes the thread pool for 200 ids, which costs milliseconds when the cores are busy.
-        places = torch.from_numpy(np.asarray(np.searchsorted(self._ids.numpy(), row_ids.numpy()))).clamp(max=last)
-        return places, self._ids[places] == row_ids
+        mode = self.bounds if bounds is None else _checked(bounds)
+        if mode == "fatal" and row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
+        try:
+            if isinstance(self._rows, VirtualRows):
+                return self._lookup_virtual(self._rows, row_ids, mode, dtype, out)
+            return self._lookup_dense(self._rows, row_ids, mode, dtype, out)
+        except IndexError as error:
+            raise TableError(missing_rows(row_ids, outside(row_ids, len(self)))) from error
+        except TableError:
+            raise
+        except ValueError as error:
+            raise TableError(str(error)) from error
 
-    def _raise_missing(self, row_ids: torch.Tensor, found: torch.Tensor) -> None:
-        if not bool(found.all()):
-            first = int(row_ids.reshape(-1)[~found.reshape(-1)][0])
-            count = int((~found).sum())
-            raise TableError(f"row {first} is not in the table ({count} of {found.numel()} missing): add it first, or read as zero")
+    def check_bounds(self) -> int:
+        """Warn of the ids outside the table that ``bounds="warn"`` read as zeros since the last call, and count anew. Waits for devices.
 
-    def _need_virtual(self, verb: str) -> None:
-        if not self._virtual:
-            raise TableError(f"cannot {verb} rows of a dense table: its size is its storage's; use EngramTable.virtual")
+        Returns:
+            How many they were.
+        """
+        total = 0
+        for device, counter in self._violations.items():
+            found, first = counter.tolist()
+            if found:
+                total += found
+                counter.zero_()
+                where = f"{found} row ids looked up on {device} are not in the table, the first was {first}"
+                warnings.warn(f"{where}: they were read as zeros; mend the ids, or use bounds='ignore'", RuntimeWarning, stacklevel=2)
+        return total
 
-    def _take(self, count: int) -> torch.Tensor:
-        """Free slots ``[count]``, growing the storage by at least half when there are too few."""
-        lacking = count - self._free.numel()
-        if lacking > 0:
-            old = self._payload.shape[0]
-            more = max(lacking, old // 2, _SMALLEST)
-            self._payload = torch.cat((self._payload, self._payload.new_zeros((more, self._payload.shape[1]))))
-            self._scale = torch.cat((self._scale, self._scale.new_zeros((more, self._scale.shape[1]))))
-            self._free = torch.cat((self._free, torch.arange(old, old + more)))
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-
-# numpy shifts a million entries in a millisecond; torch's boolean masks take twenty times as long.
-def _inserted(values: torch.Tensor, places: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.insert(values.numpy(), places.numpy(), new.numpy()))
-
-
-def _without(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.delete(values.numpy(), places.numpy()))
-
-
-def _check_rows(payload: torch.Tensor, scale: torch.Tensor, rows: int, head_dim: int, lead: torch.Size | None = None) -> None:
-    shape = (rows,) if lead is None else tuple(lead)
-    if payload.dtype != torch.float8_e4m3fn or scale.dtype != torch.uint8:
-        raise TableError(f"payload is {payload.dtype}, scale {scale.dtype}: expected float8_e4m3fn and uint8")
-    if tuple(payload.shape) != (*shape, head_dim) or tuple(scale.shape) != (*shape, head_dim // BLOCK) or head_dim % BLOCK:
-        raise TableError(
-            f"payload {list(payload.shape)} and scale {list(scale.shape)}: expected {[*shape, head_dim]} "
-            f"and {[*shape, head_dim // BLOCK]}, {BLOCK} values per scale"
+    def report(self) -> TableReport:
+        """Where the rows are, how they are held, and how many ids outside the table were counted. Waits for devices."""
+        counted = sum(int(counter[0]) for counter in self._violations.values())
+        if isinstance(self._rows, RowStorage):
+            return self._rows.report(out_of_bounds=counted)
+        return TableReport(
+            rows=len(self),
+            head_dim=self.head_dim,
+            row_bytes=self._rows.payload.shape[1] + self._rows.scale.shape[1],
+            nbytes=self.nbytes,
+            layout="split",
+            home="pageable",
+            device=str(self.device),
+            out_of_bounds=counted,
         )
+
+    def _lookup_dense(
+        self, storage: RowStorage, row_ids: torch.Tensor, bounds: Bounds, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        if row_ids.device == storage.device:
+            counter = self._counter(row_ids.device) if bounds == "warn" else None
+            return row_gather(storage.payload, storage.scale, row_ids, bounds=bounds, violations=counter, dtype=dtype, out=out)
+        if storage.device.type == "cpu" and row_ids.is_cuda:
+            if bounds == "warn":
+                count(row_ids, len(self), self._counter(row_ids.device))
+                bounds = "ignore"
+            return self._planner(storage, row_ids.device).lookup(row_ids, dtype=dtype, bounds=bounds, out=out)
+        if row_ids.device.type != "cpu":
+            raise TableError(f"row ids on {row_ids.device}, the table on {storage.device}: expected one device; copy the table there")
+        rows = self._lookup_dense(storage, row_ids.to(storage.device), bounds, dtype if out is None else out.dtype, None)
+        return _moved(rows, row_ids.device, out)
+
+    def _lookup_virtual(
+        self, rows: VirtualRows, row_ids: torch.Tensor, bounds: Bounds, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        if row_ids.device.type != "cpu":
+            values = self._lookup_virtual(rows, row_ids.cpu(), bounds, dtype if out is None else out.dtype, None)
+            return _moved(values, row_ids.device, out)
+        slots, found = rows.find(row_ids)
+        if bounds != "ignore" and not bool(found.all()):
+            missing = ~found & (row_ids != -1)
+            if bool(missing.any()):
+                if bounds == "fatal":
+                    raise TableError(missing_rows(row_ids, missing))
+                # Ids that were found count as "no row", which is never outside; a table of no rows has none of the others.
+                count(torch.where(missing, row_ids, -1), 0, self._counter(row_ids.device))
+        payload = rows.payload.view(torch.float8_e4m3fn)
+        return row_gather(payload, rows.scale, slots.masked_fill(~found, -1), bounds="ignore", dtype=dtype, out=out)
+
+    def _planner(self, storage: RowStorage, device: torch.device) -> "LookupPlanner":
+        if device not in self._planners:
+            from .planner import LookupPlanner
+
+            self._planners[device] = LookupPlanner(storage, device)
+        return self._planners[device]
+
+    def _counter(self, device: torch.device) -> torch.Tensor:
+        """int64 ``[2]`` on a device: ids outside the table so far, and the first of them."""
+        if device not in self._violations:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise TableError(
+                    "the first lookup with bounds='warn' is captured: look up once before, to make its counter"
+                )
+            with torch.inference_mode(False):
+                self._violations[device] = torch.zeros(2, dtype=torch.int64, device=device)
+        return self._violations[device]
+
+    def _virtual(self, verb: str) -> VirtualRows:
+        if not isinstance(self._rows, VirtualRows):
+            raise TableError(f"cannot {verb} rows of a dense table: its size is its storage's; use EngramTable.virtual")
+        return self._rows
+
+
+def _checked(bounds: Bounds) -> Bounds:
+    if bounds not in MODES:
+        raise TableError(f"bounds {bounds!r}: expected one of {list(MODES)}")
+    return bounds
+
+
+def _moved(rows: torch.Tensor, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return rows.to(device)
+    if out.shape != rows.shape or out.device != device:
+        raise TableError(f"out {list(out.shape)} on {out.device}: expected {list(rows.shape)} on {device}")
+    return out.copy_(rows)

@@ -203,8 +203,8 @@ class RowStorage:
             raise
         return copy
 
-    def report(self) -> TableReport:
-        """Where the rows are and how they are held, read from the system now."""
+    def report(self, *, out_of_bounds: int = 0) -> TableReport:
+        """Where the rows are and how they are held, read from the system now; a table adds the ids that it counted."""
         payload, _, _ = self._open()
         block, notes = self._block, self._notes
         share = nodes = None
@@ -227,6 +227,7 @@ class RowStorage:
             locked=block is not None and block.locked,
             huge_page_share=share,
             numa_nodes=nodes,
+            out_of_bounds=out_of_bounds,
             notes=notes,
         )
 
