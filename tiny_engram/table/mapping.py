@@ -1,0 +1,210 @@
+"""Runs of bytes of one or more files as one run of read-only memory, and its registration with the GPU. Imports torch, errors,
+open_file and report.
+
+Pages are shared by every process that maps the same file: resident memory counts once.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiny_engram.errors import TableError
+from tiny_engram.table.open_file import OpenFile, is_device, padded
+from tiny_engram.table.report import huge_page_share, numa_nodes
+
+__all__ = ["RowMapping", "Run", "map_runs"]
+
+_PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister
+_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``nbytes`` at ``offset`` of an open file."""
+
+    file: OpenFile
+    offset: int
+    nbytes: int
+
+
+class _Memory:
+    """Mapped pages: unmapped when the last tensor over them is gone, unregistered before that."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.address, self.nbytes = address, nbytes
+        self.registered = False
+
+    def free(self) -> None:
+        self.unregister()
+        _libc.munmap(self.address, self.nbytes)
+
+    def unregister(self) -> None:
+        if self.registered:
+            self.registered = False
+            with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone before us
+                torch.cuda.synchronize()
+                _cudart().cudaHostUnregister(self.address)
+
+    def register(self) -> str:
+        """An empty string, or why not."""
+        if not torch.cuda.is_available():
+            return "CUDA is not available"
+        why = ""
+        # Some drivers want read-only memory to be called so, others do not know the flag.
+        for flags in (_PORTABLE_MAPPED | _READ_ONLY, _PORTABLE_MAPPED):
+            try:
+                code = int(_cudart().cudaHostRegister(self.address, self.nbytes, flags))
+                if code == 0:
+                    self.registered = True
+                    return ""
+                why = f"CUDA error {code}, {_cudart().cudaGetErrorString(code)}"
+            except (RuntimeError, TypeError) as error:
+                why = str(error).splitlines()[0]
+            # The runtime keeps the failure as its last error, which the next launch would report as its own: let one do so here.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda").add_(1)
+        return why
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+class RowMapping:
+    """What holds the memory of a mapped table; closed with its storage. Memory goes with the last tensor over it.
+
+    Attributes:
+        registered: the GPU may read all of it in place. locked: never. notes: what was asked for and did not work.
+    """
+
+    locked = False
+
+    def __init__(self, memories: Sequence[_Memory], files: Sequence[OpenFile]):
+        self._memories = list(memories)
+        self._files = [(os.dup(file.handle), file.path, file.size) for file in files]
+        self.notes: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Is behind the mapping what was mapped? A file that is cut in place kills whoever reads past its end.
+
+        Raises:
+            TableError: a file was cut, or another one has taken its name (its rows are still those that were mapped).
+        """
+        for handle, path, size in self._files:
+            about = os.fstat(handle)
+            if size is not None and about.st_size < size and not is_device(about):
+                raise TableError(
+                    f"{path}: {about.st_size:,} bytes, {size:,} when it was mapped: it was cut; write it again and map it anew"
+                )
+            try:
+                same = os.path.samestat(about, os.stat(path))
+            except OSError:
+                same = False
+            if not same:
+                raise TableError(f"{path}: replaced or removed since it was mapped, the rows are still the old ones; map it anew")
+
+    @property
+    def registered(self) -> bool:
+        return bool(self._memories) and all(memory.registered for memory in self._memories)
+
+    def register(self) -> None:
+        """Make it readable by the GPU in place; where that fails, a note says why and nothing stays registered."""
+        for memory in self._memories:
+            if why := memory.register():
+                self._unregister()
+                self.notes += (f"the mapping is not registered with a GPU, which cannot read it in place: {why}",)
+                return
+
+    def advise(self, advice: int, name: str) -> None:
+        """madvise over all of it; where that fails, a note says why."""
+        for memory in self._memories:
+            if _libc.madvise(memory.address, memory.nbytes, advice):
+                self.notes += (f"the kernel did not take the advice {name}: {os.strerror(ctypes.get_errno())}",)
+                return
+
+    def huge_page_share(self) -> float | None:
+        """0..1 of the payload's bytes in huge pages; None where the kernel does not say."""
+        return huge_page_share(self._memories[0].address, self._memories[0].nbytes) if self._memories else None
+
+    def numa_nodes(self) -> tuple[tuple[int, ...] | None, str]:
+        """Nodes of a sample of the payload's pages, or None and the reason."""
+        return numa_nodes(self._memories[0].address, self._memories[0].nbytes) if self._memories else (None, "no bytes")
+
+    def close(self) -> None:
+        """Take it from the GPU; closing twice does nothing."""
+        self._unregister()
+        self._memories.clear()
+        while self._files:
+            os.close(self._files.pop()[0])
+
+    def _unregister(self) -> None:
+        for memory in self._memories:
+            memory.unregister()
+
+
+def map_runs(runs: Sequence[Run], *, populate: bool = False) -> tuple[torch.Tensor, _Memory | None]:
+    """Map runs one behind the other.
+
+    Returns:
+        uint8 ``[sum of nbytes]`` that must not be written to (the process would be killed), and what holds it; None where empty.
+
+    Raises:
+        TableError: the runs cannot stand together, because an inner end or beginning is not on a page; or the system refuses.
+    """
+    runs = [run for run in runs if run.nbytes]
+    if not runs:
+        return torch.empty(0, dtype=torch.uint8), None
+    page = max(run.file.page for run in runs)
+    lead = runs[0].offset % page
+    total, inner = lead, []
+    for number, run in enumerate(runs):
+        begins = run.offset - (lead if number == 0 else 0)
+        if begins % page or total % page * (number > 0):
+            raise TableError(
+                f"shard {number} begins at byte {run.offset} of its file and byte {total} of the mapping, expected multiples of {page}: "
+                "write the table again with `tiny-engram table convert`"
+            )
+        start = 0 if number == 0 else total
+        inner.append((start, run.file.handle, begins, run.nbytes + (lead if number == 0 else 0)))
+        total += run.nbytes
+    size = padded(total, page)
+    address = _reserve(size, page)
+    memory = _Memory(address, size)
+    flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if populate else 0)
+    for start, handle, offset, nbytes in inner:
+        # A device maps whole pages; a file's last page ends with zeros.
+        length = padded(nbytes, page)
+        if _libc.mmap(address + start, length, mmap.PROT_READ, flags, handle, offset) == _FAILED:
+            code = ctypes.get_errno()
+            memory.free()
+            raise TableError(f"{nbytes:,} bytes at {offset} cannot be mapped ({os.strerror(code)}); copy the table to a file that can")
+    held = (ctypes.c_uint8 * (total - lead)).from_address(address + lead)
+    weakref.finalize(held, memory.free).atexit = False
+    return torch.frombuffer(held, dtype=torch.uint8), memory
+
+
+def _reserve(size: int, page: int) -> int:
+    """Addresses for ``size`` bytes, beginning on a page of any size."""
+    room = size + page
+    address = _libc.mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    if address == _FAILED:
+        raise TableError(f"no room for {size:,} bytes in this process's address space ({os.strerror(ctypes.get_errno())}); see `ulimit -v`")
+    start = padded(address, page)
+    for low, high in ((address, start), (start + size, address + room)):
+        if high > low:
+            _libc.munmap(low, high - low)
+    return start

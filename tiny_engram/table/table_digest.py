@@ -1,0 +1,119 @@
+"""The digest of a table: it depends on the rows alone, not on layout, sharding or home. Imports torch and errors.
+
+Rows are hashed in blocks of ``BLOCK_ROWS`` (the last may be shorter): sha256 over the block's payload bytes, then its scale bytes,
+both in row order. The table's digest is sha256 over a line with rows and head_dim, then all block digests. So a part can be
+verified alone, blocks in parallel, and damage has a place.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import torch
+
+from tiny_engram.errors import TableError
+
+__all__ = ["BLOCK_ROWS", "Progress", "RowSource", "as_bytes", "block_digest", "digest_blocks", "each_block", "table_digest", "verify_rows"]
+
+BLOCK_ROWS = 65_536  # part of what a digest is: 17 MB of 264-byte rows
+Progress = Callable[[int, int], object]  # rows done, rows in all
+T = TypeVar("T")
+
+
+class RowSource(Protocol):
+    """Whatever gives rows by range, from several threads at once."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    def read(self, first_row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payload float8_e4m3fn ``[count, head_dim]``, scale uint8 ``[count, head_dim / 32]``."""
+        ...
+
+
+def as_bytes(rows: torch.Tensor) -> memoryview:
+    """The bytes of payload or scale, in row order, on the CPU and contiguous; not copied where they are so already."""
+    return rows.view(torch.uint8).cpu().reshape(-1).numpy().data
+
+
+def block_digest(payload: memoryview, scale: memoryview) -> bytes:
+    """sha256 of the bytes of one block of rows."""
+    found = hashlib.sha256(payload)
+    found.update(scale)
+    return found.digest()
+
+
+def _digest_of(source: RowSource, first_row: int, count: int) -> bytes:
+    payload, scale = source.read(first_row, count)
+    return block_digest(as_bytes(payload), as_bytes(scale))
+
+
+def table_digest(rows: int, head_dim: int, blocks: list[bytes]) -> str:
+    """The hex digest of a table, from its block digests."""
+    found = hashlib.sha256(f"tiny-engram table 1, {rows} rows of {head_dim}, blocks of {BLOCK_ROWS}\n".encode())
+    for block in blocks:
+        found.update(block)
+    return found.hexdigest()
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="table-rows")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def each_block(
+    rows: int, work: Callable[[int, int], T], progress: Progress | None = None, *, first: int = 0, last: int | None = None
+) -> Iterator[T]:
+    """``work(first_row, count)`` for each block of ``[first, last)``, in order; on threads, since hashing, reading and writing
+    free the interpreter."""
+    last = rows if last is None else last
+    starts = range(first, last, BLOCK_ROWS)
+    with _threads() as pool:
+        for start, result in zip(starts, pool.map(lambda at: work(at, min(BLOCK_ROWS, last - at)), starts), strict=True):
+            yield result
+            if progress is not None:
+                progress(min(start + BLOCK_ROWS, last) - first, last - first)
+
+
+def digest_blocks(source: RowSource, progress: Progress | None = None) -> list[bytes]:
+    """The digest of each block of a source; ``table_digest(source.rows, source.head_dim, these)`` is the table's."""
+    return list(each_block(source.rows, lambda first, count: _digest_of(source, first, count), progress))
+
+
+def verify_rows(
+    source: RowSource, blocks: list[bytes], *, first: int = 0, last: int | None = None, progress: Progress | None = None
+) -> int:
+    """Compare rows ``[first, last)``, widened to whole blocks, with their stored digests.
+
+    Returns:
+        How many blocks were compared.
+
+    Raises:
+        TableError: a block differs; the first such is named with its rows.
+    """
+    last = source.rows if last is None else last
+    if not 0 <= first <= last <= source.rows:
+        raise TableError(f"rows {first}:{last} are asked for, expected a range in 0:{source.rows}")
+    first -= first % BLOCK_ROWS
+    last = min(source.rows, last + -last % BLOCK_ROWS)
+    found = each_block(source.rows, lambda start, count: (start, count, _digest_of(source, start, count)), progress, first=first, last=last)
+    compared = 0
+    for start, count, digest in found:
+        block = start // BLOCK_ROWS
+        if digest != blocks[block]:
+            raise TableError(
+                f"rows {start} to {start + count - 1} (block {block} of {len(blocks)}) are damaged: digest {digest.hex()[:16]}, "
+                f"expected {blocks[block].hex()[:16]}; copy or convert the table again"
+            )
+        compared += 1
+    return compared
