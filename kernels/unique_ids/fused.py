@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-# One id a lane: a tensor compare-and-swap then is one instruction a thread, on every Triton release.
-_WARPS = 4
-_BLOCK = 32 * _WARPS
+# One id a thread of the four warps that Triton takes by default: compare-and-swap then is one instruction a thread.
+_BLOCK = 128
 _MOST_IDS = 1 << 29  # slots are numbered in int32
 
 
@@ -66,7 +65,9 @@ def unique_ids_triton(row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     keys = torch.full((capacity,), -1, dtype=torch.int64, device=flat.device)
     numbers = torch.empty_like(keys)
     slots = torch.empty(total, dtype=torch.int32, device=flat.device)
-    _insert[(triton.cdiv(total, _BLOCK),)](flat, keys, numbers, slots, unique, count, total, capacity - 1, BLOCK=_BLOCK, num_warps=_WARPS)
     wide = 1024
-    _number[(triton.cdiv(total, wide),)](slots, numbers, inverse, total, BLOCK=wide, num_warps=_WARPS)
+    with torch.cuda.device_of(flat):
+        grid = (triton.cdiv(total, _BLOCK),)
+        _insert[grid](flat, keys, numbers, slots, unique, count, total, capacity - 1, BLOCK=_BLOCK)  # pyright: ignore[reportArgumentType]
+        _number[(triton.cdiv(total, wide),)](slots, numbers, inverse, total, BLOCK=wide)  # pyright: ignore[reportArgumentType]
     return unique, inverse, count
