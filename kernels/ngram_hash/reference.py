@@ -18,9 +18,10 @@ def ngram_hash_reference(
 ) -> torch.Tensor:
     """Hash every suffix n-gram; arguments and result as in :func:`ngram_hash`."""
     order = multipliers.shape[0]
+    canonical = canonical.to(torch.int64)
     length = canonical.shape[-1]
     past_shape = (*canonical.shape[:-1], order - 1)
-    past = canonical.new_full(past_shape, pad_id) if history is None else history.expand(past_shape)
+    past = canonical.new_full(past_shape, pad_id) if history is None else history.to(torch.int64).expand(past_shape)
     if history_blocked is not None:
         past_blocked = history_blocked.expand(past_shape)
     else:

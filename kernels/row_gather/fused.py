@@ -137,26 +137,27 @@ def launch(
     programs = min(blocks, programs or (HOST_PROGRAMS if over_bus else blocks))
     grid = (programs, -(-(width // word) // chunk))
     try:
-        _row_gather_kernel[grid](
-            payload.view(torch.uint8),
-            scale,
-            flat,
-            out,
-            violations,
-            flat.numel(),
-            first_row,
-            payload.shape[0],
-            rows_total,
-            payload.stride(0),
-            scale.stride(0),
-            width,
-            word,
-            WORD_TYPES[word],
-            rows,
-            chunk,
-            num_warps=warps,  # pyright: ignore[reportCallIssue]
-            num_stages=1,  # pyright: ignore[reportCallIssue]
-        )
+        with torch.cuda.device_of(flat):
+            _row_gather_kernel[grid](
+                payload.view(torch.uint8),
+                scale,
+                flat,
+                out,
+                violations,
+                flat.numel(),
+                first_row,
+                payload.shape[0],
+                rows_total,
+                payload.stride(0),
+                scale.stride(0),
+                width,
+                word,
+                WORD_TYPES[word],
+                rows,
+                chunk,
+                num_warps=warps,  # pyright: ignore[reportCallIssue]
+                num_stages=1,  # pyright: ignore[reportCallIssue]
+            )
     except ValueError as error:
         if "cannot be accessed" not in str(error):
             raise

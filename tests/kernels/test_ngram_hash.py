@@ -1,6 +1,11 @@
+"""The hash against the rule in Python's integers, by both implementations; the kernel runs in Triton's interpreter without a GPU."""
+
+import random
+
 import pytest
 import torch
 
+from tiny_engram.kernels.backend import implementation
 from tiny_engram.kernels.ngram_hash import ngram_hash
 
 MULTIPLIERS = torch.tensor([7593627661414631, 479593001838623, 3563315849468963])
@@ -8,21 +13,33 @@ PRIMES = torch.tensor([[1009, 1013], [1019, 1021]])
 PAD = 2
 
 
+@pytest.fixture(params=["reference", "triton"], autouse=True)
+def by(request):
+    """Every test runs by each implementation."""
+    with implementation(request.param):
+        yield request.param
+
+
 def hashed(ids, **kwargs):
     return ngram_hash(torch.as_tensor(ids), multipliers=MULTIPLIERS, primes=PRIMES, pad_id=PAD, **kwargs)
 
 
-def by_hand(ids, blocked=None, salt=0):
+def by_hand(ids, blocked=None, salt=0, *, past=None, past_blocked=None, multipliers=None, primes=None, pad=PAD):
     """The rule in plain Python integers, for one sequence."""
-    blocked = blocked or [False] * len(ids)
+    multipliers = (MULTIPLIERS if multipliers is None else multipliers).tolist()
+    primes = (PRIMES if primes is None else primes).tolist()
+    kept = len(multipliers) - 1
+    blocked = (past_blocked or [past is None] * kept) + (blocked or [False] * len(ids))
+    ids = (past or [pad] * kept) + ids
+    salts = salt if isinstance(salt, list) else [salt] * len(ids)
     rows = []
-    for t in range(len(ids)):
-        running, dead, columns, offset = salt, False, [], 0
-        for s in range(3):
-            dead = dead or t - s < 0 or blocked[t - s]
-            running ^= (PAD if dead else ids[t - s]) * int(MULTIPLIERS[s])
+    for t in range(kept, len(ids)):
+        running, dead, columns, offset = salts[t - kept], False, [], 0
+        for s in range(kept + 1):
+            dead = dead or blocked[t - s]
+            running ^= (pad if dead else ids[t - s]) * multipliers[s]
             if s:
-                for prime in PRIMES[s - 1].tolist():
+                for prime in primes[s - 1]:
                     columns.append(running % prime + offset)
                     offset += prime
         rows.append(columns)
@@ -81,10 +98,105 @@ def test_batched_equals_rows_alone():
     assert torch.equal(out[1, 0], hashed(ids[1, 0]))
 
 
+@pytest.mark.parametrize("heads", [1, 3, 8, 24])
+def test_any_order_window_type_and_layout(heads):
+    draw = random.Random(heads)
+    for order in (2, 3, 4, 7):
+        batch, length = draw.randint(1, 3), draw.choice((1, order - 1, 40 // heads + 3))
+        kind = draw.choice((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+        multipliers = torch.tensor([2 * draw.randrange(2**54) + 1 for _ in range(order)])
+        primes = torch.tensor([[draw.randrange(2, 2**31) for _ in range(heads)] for _ in range(order - 1)])
+        # Every second id of a longer tensor, and the batch innermost: neither is contiguous.
+        ids = torch.tensor([[draw.randrange(128) for _ in range(batch)] for _ in range(2 * length)]).to(kind)[::2].t()
+        flags = [[draw.random() < 0.2 for _ in range(length)] for _ in range(batch)]
+        salt = [[draw.randrange(2**63) for _ in range(length)] for _ in range(batch)]
+        past = [[draw.randrange(128) for _ in range(order - 1)] for _ in range(batch)]
+        past_flags = [[draw.random() < 0.3 for _ in range(order - 1)] for _ in range(batch)]
+        given = {"blocked": torch.tensor(flags), "salt": torch.tensor(salt)}
+        if window := draw.random() < 0.7:
+            given |= {"history": torch.tensor(past, dtype=kind), "history_blocked": torch.tensor(past_flags)}
+        out = ngram_hash(ids, multipliers=multipliers, primes=primes, pad_id=3, **given)
+        for b in range(batch):
+            window_of = {"past": past[b], "past_blocked": past_flags[b]} if window else {}
+            rule = by_hand(ids[b].tolist(), flags[b], salt[b], multipliers=multipliers, primes=primes, pad=3, **window_of)
+            assert out[b].tolist() == rule, (order, batch, length, kind)
+
+
+def test_the_modulo_is_exact_at_the_extremes():
+    moduli = [2, 3, 5, 2**31 - 1, 2**32 + 15, 16_000_057, 2**61 - 1, 2**62 - 57, 2**62 - 1]
+    around = [m * k + d for m in moduli for k in (1, (2**63 - 2) // m) for d in (-1, 0, 1)]
+    values = [x for x in (*around, 0, 1, 2**63 - 1, 2**62, 2**63 - 2**10) if 0 <= x < 2**63]
+    # Id 0 hashes to 0, so the salt alone meets the moduli.
+    out = ngram_hash(
+        torch.zeros(len(values), dtype=torch.uint8),
+        multipliers=torch.tensor([1, 1]),
+        primes=torch.tensor([moduli]),
+        pad_id=0,
+        salt=torch.tensor(values),
+    )
+    offsets = [sum(moduli[:i]) % 2**64 for i in range(len(moduli))]
+    for x, row in zip(values, out.tolist(), strict=True):
+        assert [(cell - offset) % 2**64 for cell, offset in zip(row, offsets, strict=True)] == [x % m for m in moduli], x
+
+
+def test_golden_rows(golden):
+    model = golden["v41"]
+    for name in ("hash_layer1", "hash_layer1_position1_blocked"):
+        entry = golden[name]
+        out = ngram_hash(
+            torch.tensor(entry["ids"], dtype=torch.int32),
+            multipliers=torch.tensor(model["multipliers_layer1"]),
+            primes=torch.tensor(model["primes_layer1"]),
+            pad_id=model["pad"],
+            blocked=torch.tensor(entry.get("blocked", [0] * len(entry["ids"]))).bool(),
+        )
+        assert out.tolist() == entry["rows"]
+
+
+def test_one_row_of_flags_and_salts_serves_the_batch():
+    ids, flags = torch.tensor([[[5, 17, 31]], [[9, 8, 7]]]), [False, True, False]
+    out = hashed(ids, blocked=torch.tensor(flags), salt=torch.tensor(77), history=torch.tensor([1, 2]))
+    assert out.shape == (2, 1, 3, 4)
+    for b in range(2):
+        assert out[b, 0].tolist() == by_hand(ids[b, 0].tolist(), flags, 77, past=[1, 2], past_blocked=[False, False])
+
+
+def test_more_tokens_than_one_block():
+    ids = [(7 * i * i + 3) % 50 for i in range(1100)]
+    assert hashed(ids).tolist() == by_hand(ids)
+
+
+def test_empty_batch():
+    assert hashed(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5, 4)
+    assert hashed(torch.zeros(2, 0, dtype=torch.int64), history=torch.ones(2, 2, dtype=torch.int64)).shape == (2, 0, 4)
+
+
+def test_the_op_is_sound():
+    ids = torch.tensor([[5, 17, 31], [2, 0, 9]], dtype=torch.int16)
+    past = torch.tensor([[1, 2], [3, 4]])
+    op = torch.ops.tiny_engram.ngram_hash.default
+    torch.library.opcheck(op, (ids, MULTIPLIERS, PRIMES, PAD, None, None, None, None))
+    torch.library.opcheck(op, (ids, MULTIPLIERS, PRIMES, PAD, ids > 20, past, past > 3, torch.ones(2, 3, dtype=torch.int64)))
+
+
+def test_compiles_in_one_graph():
+    ids = [5, 17, 31, 8]
+    step = torch.compile(lambda x: hashed(x + 1) * 2, fullgraph=True, backend="aot_eager")
+    assert step(torch.tensor(ids)).tolist() == [[2 * cell for cell in row] for row in by_hand([i + 1 for i in ids])]
+
+
 def test_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="int32"):
-        hashed(torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="canonical has dtype torch.float32"):
+        hashed(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="history has dtype torch.bool"):
+        hashed([1], history=torch.tensor([True, True]))
+    with pytest.raises(ValueError, match="salt has dtype torch.int32"):
+        hashed([1], salt=torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="blocked has dtype torch.int64"):
+        hashed([1], blocked=torch.tensor([1]))
     with pytest.raises(ValueError, match="n - 1 = 2"):
         hashed([1], history=torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match="without history"):
         hashed([1], history_blocked=torch.tensor([True, True]))
+    with pytest.raises(ValueError, match="one device"):
+        hashed([1], salt=torch.zeros(1, dtype=torch.int64, device="meta"))

@@ -1,0 +1,190 @@
+"""The hash as one Triton kernel, bit for bit the reference. Imports torch and triton.
+
+A program hashes n-grams of one size: it prepares that size's primes once, then walks blocks of tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Row ids that a program makes at a time, and programs per n-gram size: each has blocks enough to repay its preparation.
+TILE = 2048
+PROGRAMS = 1024
+WARPS = 4
+
+
+@triton.jit
+def modulo_by(prime):
+    """The factor uint64 floor((2**64 - 1) / prime) with which `modulo` divides; 2 <= prime < 2**62.
+
+    2**64 - 1 = 2 (2**63 - 1) + 1, so signed arithmetic does: the half's remainder r is below the prime, and (2r + 1) / prime 0 or 1.
+    """
+    half = 9223372036854775807 // prime
+    rest = 9223372036854775807 - half * prime
+    return (2 * half + (2 * rest + 1 >= prime).to(tl.int64)).to(tl.uint64)
+
+
+@triton.jit
+def modulo(x, prime, factor):
+    """x mod prime for 0 <= x < 2**63, all uint64, without a division (a 64-bit one is a hundred instructions).
+
+    2**64 = factor * prime + e with 1 <= e <= prime, so x / prime exceeds x * factor / 2**64 by x * e / (prime * 2**64) < 1 / 2.
+    The quotient below is therefore the right one or one less, and the remainder below 2 * prime < 2**63.
+    """
+    remainder = x - tl.umulhi(x, factor) * prime
+    return tl.where(remainder >= prime, remainder - prime, remainder)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("pad_id", "tokens", "length", "blocked_row", "blocked_time", "history_row", "history_time"),
+        *("history_blocked_row", "history_blocked_time", "salt_row", "salt_time"),
+    ]
+)
+def _ngram_hash_kernel(
+    ids,
+    blocked,
+    history,
+    history_blocked,
+    salt,
+    multipliers,
+    primes,
+    out,
+    pad_id,
+    tokens,
+    length,
+    ids_row,
+    ids_time,
+    blocked_row,
+    blocked_time,
+    history_row,
+    history_time,
+    history_blocked_row,
+    history_blocked_time,
+    salt_row,
+    salt_time,
+    ORDER: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Program (p, s): the (s + 2)-grams that end at the tokens of every num_programs-th block; strides are those of ``[rows, time]``."""
+    reach = tl.program_id(1) + 1
+    columns: tl.constexpr = (ORDER - 1) * HEADS
+    first = (reach - 1) * HEADS
+    head = tl.arange(0, PADDED_HEADS)
+    real = head < HEADS
+    prime = tl.load(primes + first + head, mask=real, other=2)
+    column = tl.arange(0, PADDED_COLUMNS)
+    before = tl.sum(tl.load(primes + column, mask=column < first, other=0), axis=0)
+    offset = before + tl.cumsum(prime, axis=0) - prime
+    factor = modulo_by(prime)
+
+    for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+        start = tl.cast(block, tl.int64) * BLOCK if WIDE else block * BLOCK
+        token = start + tl.arange(0, BLOCK)
+        asked = token < tokens
+        row = (token // length).to(tl.int64)
+        time = token.to(tl.int64) - row * length
+        running = tl.zeros([BLOCK], dtype=tl.int64)
+        if salt is not None:
+            running = tl.load(salt + row * salt_row + time * salt_time, mask=asked, other=0)
+        dead = tl.zeros([BLOCK], dtype=tl.int1)
+        for back in tl.static_range(ORDER):
+            at = time - back
+            wanted = asked & (back <= reach)
+            now = wanted & (at >= 0)
+            past = wanted & (at < 0)
+            look_back = tl.load(ids + row * ids_row + at * ids_time, mask=now, other=0).to(tl.int64)
+            if blocked is not None:
+                dead = dead | (tl.load(blocked + row * blocked_row + at * blocked_time, mask=now, other=0) != 0)
+            if history is None:
+                # Without a history the positions before the sequence do not exist, which is the same as blocked.
+                dead = dead | past
+            else:
+                slot = at + (ORDER - 1)
+                look_back += tl.load(history + row * history_row + slot * history_time, mask=past, other=0).to(tl.int64)
+                if history_blocked is not None:
+                    stop = tl.load(history_blocked + row * history_blocked_row + slot * history_blocked_time, mask=past, other=0)
+                    dead = dead | (stop != 0)
+            # Once one look-back is blocked every older one is pad too: an n-gram never reaches across a gap.
+            term = tl.where(dead, pad_id, look_back) * tl.load(multipliers + back)
+            running = running ^ tl.where(back <= reach, term, 0)
+        x, divisor = tl.broadcast(running.to(tl.uint64)[:, None], prime.to(tl.uint64)[None, :])
+        _, reciprocal = tl.broadcast(x, factor[None, :])
+        result = modulo(x, divisor, reciprocal).to(tl.int64) + offset[None, :]
+        target = token.to(tl.int64)[:, None] * columns + (first + head)[None, :]
+        tl.store(out + target, result, mask=asked[:, None] & real[None, :])
+
+
+def _rows(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[torch.Tensor | None, int, int]:
+    """A tensor that expands to ``shape`` as ``[rows, time]`` and its two strides; flags as bytes."""
+    if tensor is None:
+        return None, 0, 0
+    flat = tensor.expand(shape).reshape(-1, shape[-1])
+    return (flat.view(torch.uint8) if flat.dtype == torch.bool else flat), flat.stride(0), flat.stride(1)
+
+
+def launch(
+    canonical: torch.Tensor,
+    multipliers: torch.Tensor,
+    primes: torch.Tensor,
+    pad_id: int,
+    blocked: torch.Tensor | None,
+    history: torch.Tensor | None,
+    history_blocked: torch.Tensor | None,
+    salt: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    tile: int = TILE,
+    programs: int = PROGRAMS,
+    warps: int = WARPS,
+) -> None:
+    """Fill ``out [..., T, columns]``; the keyword arguments are for benchmarks."""
+    if out.numel() == 0:
+        return
+    order, heads = multipliers.shape[0], primes.shape[1]
+    shape, past = tuple(canonical.shape), (*canonical.shape[:-1], order - 1)
+    ids, ids_row, ids_time = _rows(canonical, shape)
+    flags, flags_row, flags_time = _rows(blocked, shape)
+    window, window_row, window_time = _rows(history, past)
+    window_flags, window_flags_row, window_flags_time = _rows(history_blocked, past)
+    start, start_row, start_time = _rows(salt, shape)
+    padded = 1 << (heads - 1).bit_length()
+    block = max(1, tile // padded)
+    tokens = canonical.numel()
+    grid = (min(-(-tokens // block), programs), order - 1)
+    with torch.cuda.device_of(canonical):
+        _ngram_hash_kernel[grid](
+            ids,
+            flags,
+            window,
+            window_flags,
+            start,
+            multipliers.contiguous(),
+            primes.contiguous(),
+            out,
+            pad_id,
+            tokens,
+            shape[-1],
+            ids_row,
+            ids_time,
+            flags_row,
+            flags_time,
+            window_row,
+            window_time,
+            window_flags_row,
+            window_flags_time,
+            start_row,
+            start_time,
+            order,
+            heads,
+            padded,
+            1 << ((order - 1) * heads - 1).bit_length(),
+            block,
+            tokens + block >= 2**31,
+            num_warps=warps,  # pyright: ignore[reportCallIssue]
+            num_stages=1,  # pyright: ignore[reportCallIssue]
+        )
