@@ -108,7 +108,7 @@ class RowMapping:
             about = os.fstat(handle)
             if size is not None and about.st_size < size and not is_device(about):
                 raise TableError(
-                    f"{path}: {about.st_size:,} bytes, {size:,} when it was mapped: it was cut; write it again and map it anew"
+                    f"{path}: cut from {size:,} to {about.st_size:,} bytes since it was mapped; write it again and map it anew"
                 )
             try:
                 same = os.path.samestat(about, os.stat(path))

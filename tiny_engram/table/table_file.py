@@ -8,8 +8,8 @@ Forms that are read:
 - one file that holds both tensors;
 - a checkpoint with an index (`*.safetensors.index.json`, `weight_map`), where the two tensors may lie in different files;
 - a table in parts: the index names `<prefix>embed.weight.rows.N` and `<prefix>embed.scale.rows.N`, where N is the part's first
-  row; parts follow each other from row 0 without gaps or overlaps, and both tensors of a part are in one file. Each such file is
-  a sound safetensors file of its own.
+  row; parts follow each other from row 0 without gaps or overlaps. Each such file is a sound safetensors file of its own; parts that
+  we write begin on pages, for which the last may hold a tensor of padding, so that all of them can be mapped as one.
 
 What we write also says, under `tiny_engram.table` in a file's (or the index's) metadata, JSON with `format` 1, `rows`, `head_dim`,
 `digest` and `blocks` (the block digests of table_digest, in hex, one after the other).

@@ -184,11 +184,15 @@ def fill(pieces: Sequence[Piece], source: RowSource, progress: Progress | None) 
     return list(each_block(source.rows, copy, progress))
 
 
-def plan_file(names: tuple[str, str], rows: int, head_dim: int, metadata: dict[str, str]) -> tuple[bytes, Header]:
-    """The header of a file that holds these rows."""
+def plan_file(
+    names: tuple[str, str], rows: int, head_dim: int, metadata: dict[str, str], padding: str | None = None
+) -> tuple[bytes, Header]:
+    """The header of a file that holds these rows; a tensor named ``padding`` puts the scales on a page where they are not."""
     if head_dim < 32 or head_dim % 32 or rows < 0:
         raise TableError(f"{rows} rows of {head_dim} values: expected rows of a multiple of 32 values")
-    return build_header([(names[0], "F8_E4M3", (rows, head_dim)), (names[1], "F8_E8M0", (rows, head_dim // 32))], metadata)
+    gap = -(rows * head_dim) % PAGE if padding else 0
+    between = [(padding, "U8", (gap,))] if padding and gap else []
+    return build_header([(names[0], "F8_E4M3", (rows, head_dim)), *between, (names[1], "F8_E8M0", (rows, head_dim // 32))], metadata)
 
 
 def finish(sink: Sink, header: bytes) -> None:
@@ -282,14 +286,15 @@ def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, 
     try:
         for number, first in enumerate(starts, 1):
             file = path.with_name(f"{stem}-{number:05d}-of-{len(starts):05d}.safetensors")
+            count = min(step, source.rows - first)
             names = (f"{prefix}embed.weight.rows.{first}", f"{prefix}embed.scale.rows.{first}")
             metadata = {"format": "pt", KEY: table_metadata(source.rows, source.head_dim, None)}
-            header, planned = plan_file(names, min(step, source.rows - first), source.head_dim, metadata)
+            header, planned = plan_file(names, count, source.head_dim, metadata, f"{prefix}embed.padding.rows.{first}")
             drafts.append(Draft(file, replace=replace))
             headers.append(header)
             pieces.append(Piece(drafts[-1], planned, names, first))
             places |= dict.fromkeys(names, file.name)
-        drafts[0].reserve(source.rows * row_bytes + len(drafts) * PAGE)
+        drafts[0].reserve(source.rows * row_bytes + (len(drafts) + 1) * PAGE)
         blocks = fill(pieces, source, progress)
         for draft, header in zip(drafts, headers, strict=True):
             finish(draft, header)
