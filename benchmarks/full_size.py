@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from decode_stack import HASH, HEAD_DIM
 from gpu import device_us, need, record, row
 
-from tiny_engram.config import HashConfig
 from tiny_engram.hashing import NgramHasher
 from tiny_engram.kernels.row_gather import row_gather
 from tiny_engram.table import EngramTable
@@ -30,9 +30,7 @@ from tiny_engram.table.fill_rule import FillRule, ids_to_check
 from tiny_engram.table.host_gather import HostGather
 from tiny_engram.table.storage import RowStorage
 
-HEAD_DIM = 256
-LAYERS = (1, 14)
-HASH = HashConfig(max_ngram=4, heads=8, vocab=16_000_000, pad_id=2, compressed_vocab=99_092, layer_ids=LAYERS)
+LAYERS = HASH.layer_ids
 COUNTS = (768, 6144, 262_144)  # rows of a layer at batch 32 and 256 in decoding, and of a prefill of 10,922 tokens
 CHECKED_TOKENS = 1 << 16  # 1.57 M rows a layer
 DRY_TOKENS = 64
@@ -83,6 +81,8 @@ class FilledLayer:
         self.rule.fill(self.storage, device=device())
         synchronize()
         self.seconds = {"allocate": allocated - started, "fill": time.perf_counter() - allocated}
+        home, notes = self.storage.home, self.storage.report().notes
+        need(home == "pinned" or not torch.cuda.is_available(), f"the table is {home}, not pinned: {'; '.join(notes)}")
         self.table = EngramTable.over(self.storage)
         self._gather = HostGather(self.storage, device())
         say(
@@ -169,7 +169,6 @@ def run(layer_ids: tuple[int, ...], rows: int | None) -> list[FilledLayer]:
         checked = layer.check(DRY_TOKENS if small else CHECKED_TOKENS)
         times = [time_lookups(layer, count) for count in (COUNTS if torch.cuda.is_available() else COUNTS[:1])]
         report = layer.storage.report()
-        need(small or layer.storage.home == "pinned", f"the table is {layer.storage.home}, not pinned: {report.notes}")
         layers.append(layer)
         kept = {"layer": layer_id, "rows": layer.rows, "seconds": layer.seconds, "checked": checked}
         figures.append({**kept, "lookups": times, "report": report.to_dict()})
