@@ -70,7 +70,7 @@ class HostGather:
         self._cuda = device.type == "cuda"
         self.chunk_rows = chunk_rows or max(1, _CHUNK_BYTES // storage.row_bytes)
         self._copies: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._chunks = [_Buffer(torch.device("cpu"), storage.row_bytes, pinned=self._cuda) for _ in range(_CHUNKS_HELD)]
+        self._chunks = [_Buffer(device, storage.row_bytes, on_host=True) for _ in range(_CHUNKS_HELD)]
         self._groups = [_Buffer(device, storage.row_bytes) for _ in range(2)]
         self._distinct = _Buffer(device, storage.row_bytes)
         self._turn = 0
@@ -152,17 +152,21 @@ def _even(count: int, size: int) -> Iterator[tuple[int, int]]:
 class _Buffer:
     """Records, and the event after which they may be overwritten."""
 
-    def __init__(self, device: torch.device, row_bytes: int, *, pinned: bool = False):
-        self._pinned = pinned
-        self.records = torch.empty((0, row_bytes), dtype=torch.uint8, device=device)
-        self.free: Any = torch.cuda.Event() if pinned or device.type == "cuda" else None
+    def __init__(self, device: torch.device, row_bytes: int, *, on_host: bool = False):
+        self._device = device
+        self._on_host = on_host
+        self.records = torch.empty((0, row_bytes), dtype=torch.uint8, device="cpu" if on_host else device)
+        self.free: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def hold(self, rows: int) -> None:
         """Make room for so many rows, if it is not there; what was held is lost."""
-        if rows <= self.records.shape[0]:
-            return
         old = self.records
+        if rows <= old.shape[0]:
+            return
         if self.free is not None:
             # Two streams use this memory: both are to be done with it before the allocator hands it on.
-            torch.cuda.synchronize()
-        self.records = torch.empty((rows, old.shape[1]), dtype=torch.uint8, device=old.device, pin_memory=self._pinned)
+            torch.cuda.synchronize(self._device)
+        pinned = self._on_host and self.free is not None
+        # Tensors made in inference mode could not be written by a later lookup outside it.
+        with torch.inference_mode(False):
+            self.records = torch.empty((rows, old.shape[1]), dtype=torch.uint8, device=old.device, pin_memory=pinned)

@@ -238,8 +238,9 @@ class LookupPlanner:
         if flat.is_cuda:
             if self._host_ids.numel() < ids.numel():
                 size = max(1024, 1 << (ids.numel() - 1).bit_length())
-                self._host_ids = torch.empty(size, dtype=torch.int64, pin_memory=True)
-                self._host_numbers = torch.empty(3, dtype=torch.int64, pin_memory=True)
+                with torch.inference_mode(False):  # to be written by lookups in and out of that mode
+                    self._host_ids = torch.empty(size, dtype=torch.int64, pin_memory=True)
+                    self._host_numbers = torch.empty(3, dtype=torch.int64, pin_memory=True)
             ids = self._host_ids[: ids.numel()].copy_(ids, non_blocking=True)
             numbers = self._host_numbers[: numbers.numel()].copy_(numbers, non_blocking=True)
             torch.cuda.current_stream(self.device).synchronize()
