@@ -128,6 +128,44 @@ def test_every_link_is_live(form):
     assert torch.equal(layer(x, canonical), before)
 
 
+@pytest.mark.parametrize("form", ["v41", "paper"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rows_come_in_the_layers_type_with_the_bits_of_a_cast(form, dtype):
+    layer = make(form).to(dtype)
+    x, canonical = batch(dtype=dtype)
+    asked, lookup = [], layer.table.lookup
+
+    class Watched:
+        def lookup(self, row_ids, *, dtype=torch.float32):
+            asked.append(dtype)
+            return lookup(row_ids, dtype=dtype)
+
+    expected = layer(x, canonical, rows=rows_of(layer, canonical).to(dtype))
+    layer.table = Watched()
+    assert torch.equal(layer(x, canonical), expected)
+    assert asked == [dtype if dtype != torch.float64 else torch.float32]
+
+
+@pytest.mark.parametrize("form", ["v41", "paper"])
+def test_rows_read_ahead_give_the_same_bits_and_the_table_is_not_asked(form):
+    layer = make(form)
+    x, canonical = batch()
+    context = dict(
+        blocked=torch.rand(2, 7, generator=torch.Generator().manual_seed(2)) < 0.3,
+        history=torch.randint(0, 40, (2, layer.config.hash.max_ngram - 1), generator=torch.Generator().manual_seed(3)),
+        history_blocked=torch.zeros(2, layer.config.hash.max_ngram - 1, dtype=torch.bool),
+    )
+    expected = layer(x, canonical, **context)
+    row_ids = layer.row_ids(canonical, **context)
+    assert row_ids.shape == (2, 7, layer.config.hash.columns) and not torch.equal(row_ids, layer.row_ids(canonical))
+    rows = layer.table.lookup(row_ids).flatten(-2)
+    layer.table = EngramTable.virtual(32)  # has no row, and says so when asked
+    assert torch.equal(layer(x, canonical, rows=rows, **context), expected)
+    assert not torch.equal(layer(x, canonical, rows=rows.flip(0), **context), expected)
+    with pytest.raises(ValueError, match="rows .*expected"):
+        layer(x, canonical, rows=rows[:, :5], **context)
+
+
 def test_the_table_is_not_in_the_state():
     assert not [name for name in make("v41").state_dict() if "table" in name]
 

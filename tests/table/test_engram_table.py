@@ -1,4 +1,5 @@
 import time
+import warnings
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.table import EngramTable
+from tiny_engram.table.mapped import write_pool
 from tiny_engram.table.virtual_index import VirtualRows
 
 FAR = 51_539_607_552  # concept addresses go far beyond 32 bits
@@ -159,3 +161,211 @@ def test_refuses_what_does_not_fit(head_dim):
         table.lookup(torch.tensor([1], dtype=torch.int32))
     with pytest.raises(TableError, match="float8_e4m3fn"):
         EngramTable.dense(torch.zeros(2, 32), torch.zeros(2, 1, dtype=torch.uint8))
+
+
+# -- homes
+
+CPU_HOMES = [("pageable", "record"), ("pageable", "split"), ("pinned", "record"), ("pinned", "split")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def bits(values):
+    return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+
+
+def filled(rows, head_dim, home, layout="record", **kwargs):
+    """A table of random rows in a home, and their values by the reference."""
+    payload, scale = stored(rows, head_dim)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # without a GPU nothing can be pinned
+        table = EngramTable.allocate(rows, head_dim, home=home, layout=layout, **kwargs)
+    table.storage.write(0, payload, scale)
+    return table, dequantize(payload, scale)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
+@pytest.mark.parametrize(("home", "layout"), CPU_HOMES)
+def test_every_home_and_layout_reads_the_same_bits(home, layout, head_dim):
+    table, values = filled(50, head_dim, home, layout)
+    ids = torch.tensor([[49, 0, -1], [7, 7, 12]])
+    expected = torch.where((ids < 0).unsqueeze(-1), 0.0, values[ids])
+    assert len(table) == 50 and table.head_dim == head_dim and table.nbytes == 50 * head_dim * 33 // 32
+    for dtype in DTYPES:
+        found = table.lookup(ids, dtype=dtype)
+        assert found.dtype == dtype and torch.equal(bits(found), bits(expected.to(dtype)))
+        out = torch.full_like(found, torch.nan)
+        assert table.lookup(ids, out=out) is out and torch.equal(bits(out), bits(found))
+    assert table.lookup(ids[:0]).shape == (0, 3, head_dim)
+    assert torch.equal(EngramTable.over(table.storage).lookup(ids), expected)
+
+
+def test_an_empty_table_has_no_rows():
+    table, _ = filled(0, 64, "pageable")
+    assert torch.equal(table.lookup(torch.tensor([-1, -1])), torch.zeros(2, 64)) and not table.contains(torch.tensor([0, -1])).any()
+    with pytest.raises(TableError, match="row 0 is not in the table"):
+        table.lookup(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("kind", ["dense", "virtual"])
+def test_bounds(kind):
+    if kind == "dense":
+        table, values = filled(10, 32, "pageable")
+    else:
+        payload, scale = stored(10)
+        table, values = EngramTable.virtual(32), dequantize(payload, scale)
+        table.add(torch.arange(10), payload, scale)
+    ids = torch.tensor([3, -1, 10, FAR, -7])
+    expected = torch.cat((values[3:4], torch.zeros(4, 32)))
+    assert table.bounds == "fatal"
+    with pytest.raises(TableError, match=r"row 10 is not in the table \(3 of 5 missing\)"):
+        table.lookup(ids)
+    assert torch.equal(table.lookup(ids, bounds="ignore"), expected) and table.report().out_of_bounds == 0
+    assert table.check_bounds() == 0
+    table.bounds = "warn"
+    for _ in range(2):
+        assert torch.equal(table.lookup(ids), expected)
+    assert table.report().out_of_bounds == 6 and "6 row ids outside the table" in str(table.report())
+    with pytest.warns(RuntimeWarning, match="6 row ids looked up on cpu are not in the table, the first was 10") as told:
+        assert table.check_bounds() == 6
+    assert len(told) == 1 and table.check_bounds() == 0 and table.report().out_of_bounds == 0
+    with torch.inference_mode():
+        table.lookup(ids)
+    assert table.report().out_of_bounds == 3
+    with pytest.raises(TableError, match="bounds 'strict': expected one of"):
+        table.lookup(ids, bounds="strict")
+    with pytest.raises(TableError, match="bounds 'strict'"):
+        EngramTable.allocate(1, 32, home="pageable", bounds="strict")
+
+
+def test_opens_a_file_in_any_home(tmp_path):
+    payload, scale = stored(300, 64)
+    write_pool(tmp_path / "table.safetensors", (payload, scale))
+    ids = torch.randint(300, (40,), generator=torch.Generator().manual_seed(0))
+    with EngramTable.open(tmp_path / "table.safetensors").storage as mapped:
+        table = EngramTable.over(mapped, bounds="ignore")
+        assert mapped.home == "mapped" and torch.equal(table.lookup(ids), dequantize(payload, scale)[ids])
+        with pytest.raises(TableError, match="read-only"):
+            mapped.write(0, payload[:1], scale[:1])
+        copy = table.copy_to("pageable", layout="split")
+    assert copy.bounds == "ignore" and copy.storage.layout == "split"
+    told = []
+    opened = EngramTable.open(tmp_path / "table.safetensors", "pageable", progress=lambda done, total: told.append(done / total))
+    assert opened.storage.home == "pageable" and opened.storage.layout == "record" and told[-1] == 1
+    for table in (copy, opened):
+        assert torch.equal(table.lookup(ids), dequantize(payload, scale)[ids])
+
+
+def test_a_closed_table_says_so():
+    table, _ = filled(4, 32, "pageable")
+    table.storage.close()
+    with pytest.raises(TableError, match="closed"):
+        table.lookup(torch.tensor([1]))
+
+
+def test_a_virtual_table_reports_but_has_no_storage():
+    table = EngramTable.virtual(64)
+    table.add(torch.tensor([FAR]), *stored(1, 64))
+    report = table.report()
+    assert (report.rows, report.nbytes, report.home, report.registered) == (1, 66, "pageable", False)
+    with pytest.raises(TableError, match="no storage"):
+        table.copy_to("pageable")
+    assert torch.equal(table.lookup(torch.tensor([FAR]), dtype=torch.bfloat16), table.lookup(torch.tensor([FAR])).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(dtype=torch.float64), "float64"),
+        (dict(out=torch.zeros(3, 32)), "expected contiguous"),
+        (dict(out=torch.zeros(2, 32, dtype=torch.float64)), "float64"),
+    ],
+)
+def test_refuses_what_rows_cannot_be_written_to(arguments, message):
+    table, _ = filled(4, 32, "pageable")
+    with pytest.raises(TableError, match=message):
+        table.lookup(torch.tensor([1, 2]), **arguments)
+
+
+GPU_HOMES = [("device", "record"), ("device", "split"), *CPU_HOMES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize(("home", "layout"), GPU_HOMES)
+def test_ids_on_a_device_read_every_home_bit_for_bit(home, layout, head_dim):
+    table, values = filled(5000, head_dim, home, layout)
+    assert table.storage.home == home
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 1, 700, 20_000):
+        ids = torch.randint(-1, 5000, (count,), generator=generator)
+        expected = torch.where((ids < 0).unsqueeze(-1), 0.0, values[ids])
+        for dtype in DTYPES:
+            found = table.lookup(ids.cuda(), dtype=dtype)
+            assert found.is_cuda and torch.equal(bits(found.cpu()), bits(expected.to(dtype))), (count, dtype)
+            out = torch.full_like(found, torch.nan)
+            assert table.lookup(ids.cuda(), out=out) is out and torch.equal(bits(out), bits(found))
+            on_cpu = table.lookup(ids, dtype=dtype)
+            assert on_cpu.device.type == "cpu" and torch.equal(bits(on_cpu), bits(expected.to(dtype)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["device", "pinned", "pageable"])
+def test_bounds_on_a_device(home):
+    table, values = filled(10, 64, home)
+    ids = torch.tensor([3, -1, 10, FAR], device="cuda")
+    expected = torch.cat((values[3:4], torch.zeros(3, 64)))
+    with pytest.raises(TableError, match="10"):
+        table.lookup(ids)
+    assert torch.equal(table.lookup(ids, bounds="ignore").cpu(), expected)
+    assert torch.equal(table.lookup(ids, bounds="warn").cpu(), expected)
+    assert table.report().out_of_bounds == 2
+    with pytest.warns(RuntimeWarning, match="2 row ids looked up on cuda:0 are not in the table, the first was 10"):
+        assert table.check_bounds() == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["device", "pinned"])
+def test_a_captured_lookup_reads_the_ids_of_each_replay(home):
+    table, values = filled(1000, 64, home)
+    ids = torch.zeros(300, dtype=torch.int64, device="cuda")
+    out = torch.empty(300, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(TableError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        table.lookup(ids, out=out)
+    with pytest.raises(TableError, match="look up once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        table.lookup(ids, bounds="warn", out=out)
+    table.lookup(ids, bounds="warn", out=out)
+    with torch.cuda.graph(graph):
+        table.lookup(ids, bounds="warn", out=out)
+    for seed in range(3):
+        asked = torch.randint(1000, (300,), generator=torch.Generator().manual_seed(seed))
+        ids.copy_(asked)
+        graph.replay()
+        assert torch.equal(out.cpu(), values[asked])
+    ids[5] = 1000
+    graph.replay()
+    graph.replay()
+    assert table.report().out_of_bounds == 2 and not out[5].any()
+
+
+@pytest.mark.gpu
+def test_a_dense_table_over_pinned_tensors_and_a_virtual_one_take_ids_of_a_device():
+    payload, scale = stored(20, 64)
+    pinned = EngramTable.dense(payload.pin_memory(), scale.pin_memory())
+    ids = torch.tensor([[4, 19]], device="cuda")
+    assert pinned.storage.home == "pinned" and torch.equal(pinned.lookup(ids).cpu(), dequantize(payload, scale)[ids.cpu()])
+    virtual = EngramTable.virtual(64)
+    virtual.add(torch.arange(20), payload, scale)
+    assert torch.equal(virtual.lookup(ids), pinned.lookup(ids)) and virtual.lookup(ids).is_cuda
+    with pytest.raises(TableError, match="row 77 is not in the table"):
+        virtual.lookup(torch.tensor([77], device="cuda"))
+
+
+@pytest.mark.gpu
+def test_a_file_goes_to_the_device(tmp_path):
+    payload, scale = stored(300, 64)
+    write_pool(tmp_path / "table.safetensors", (payload, scale))
+    ids = torch.arange(300, device="cuda")
+    for home in ("mapped", "pinned", "device"):
+        table = EngramTable.open(tmp_path / "table.safetensors", home)
+        assert table.storage.home == home and torch.equal(table.lookup(ids).cpu(), dequantize(payload, scale))

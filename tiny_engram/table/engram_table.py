@@ -28,7 +28,7 @@ __all__ = ["EngramTable"]
 class EngramTable:
     """Rows by id; make one with :meth:`dense`, :meth:`virtual`, :meth:`over`, :meth:`allocate` or :meth:`open`.
 
-    Row id -1 is "no row": it reads as zeros whatever ``bounds`` says.
+    Row id -1 is "no row": it reads as zeros whatever ``bounds`` says. Lookups of ids on a device are for one thread at a time.
 
     Attributes:
         bounds: what an id without a row does where the lookup does not say: "fatal" raises and names it, "warn" reads zeros and
@@ -253,14 +253,13 @@ class EngramTable:
     def _lookup_dense(
         self, storage: RowStorage, row_ids: torch.Tensor, bounds: Bounds, dtype: torch.dtype, out: torch.Tensor | None
     ) -> torch.Tensor:
-        if row_ids.device == storage.device:
+        payload, scale = storage.payload, storage.scale
+        if row_ids.device == storage.device or (storage.device.type == "cpu" and row_ids.is_cuda):
             counter = self._counter(row_ids.device) if bounds == "warn" else None
-            return row_gather(storage.payload, storage.scale, row_ids, bounds=bounds, violations=counter, dtype=dtype, out=out)
-        if storage.device.type == "cpu" and row_ids.is_cuda:
-            if bounds == "warn":
-                count(row_ids, len(self), self._counter(row_ids.device))
-                bounds = "ignore"
-            return self._planner(storage, row_ids.device).lookup(row_ids, dtype=dtype, bounds=bounds, out=out)
+            if row_ids.device == storage.device:
+                return row_gather(payload, scale, row_ids, bounds=bounds, violations=counter, dtype=dtype, out=out)
+            planner = self._planner(storage, row_ids.device)
+            return planner.lookup(row_ids, dtype=dtype, bounds=bounds, out=out, violations=counter)
         if row_ids.device.type != "cpu":
             raise TableError(f"row ids on {row_ids.device}, the table on {storage.device}: expected one device; copy the table there")
         rows = self._lookup_dense(storage, row_ids.to(storage.device), bounds, dtype if out is None else out.dtype, None)
@@ -294,9 +293,7 @@ class EngramTable:
         """int64 ``[2]`` on a device: ids outside the table so far, and the first of them."""
         if device not in self._violations:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise TableError(
-                    "the first lookup with bounds='warn' is captured: look up once before, to make its counter"
-                )
+                raise TableError("the first lookup with bounds='warn' is captured: look up once before, to make its counter")
             with torch.inference_mode(False):
                 self._violations[device] = torch.zeros(2, dtype=torch.int64, device=device)
         return self._violations[device]

@@ -54,8 +54,7 @@ class RowStorage:
         Raises:
             TableError: types, shapes, or memory and layout do not belong together.
         """
-        if home not in get_args(Home) or layout not in get_args(Layout):
-            raise TableError(f"home {home!r}, layout {layout!r}: expected one of {list(get_args(Home))} and {list(get_args(Layout))}")
+        _check_names(home, layout)
         check_rows(payload, scale)
         if payload.device != scale.device or (home == "device") == (payload.device.type == "cpu"):
             raise TableError(f"payload on {payload.device}, scale on {scale.device}: expected both where home {home!r} is")
@@ -95,6 +94,7 @@ class RowStorage:
         Raises:
             TableError: sizes or homes that make no sense, or no such memory.
         """
+        _check_names(home, layout)
         if head_dim < 1 or head_dim % BLOCK or rows < 0:
             raise TableError(f"{rows} rows of head_dim {head_dim}: expected 0 or more rows and a multiple of {BLOCK}")
         if home == "mapped":
@@ -265,6 +265,11 @@ def check_rows(payload: torch.Tensor, scale: torch.Tensor, *, lead: tuple[int, .
             f"payload {list(payload.shape)} and scale {list(scale.shape)}: expected {[*lead, width]} "
             f"and {[*lead, width // BLOCK]}, {BLOCK} values per scale"
         )
+
+
+def _check_names(home: str, layout: str) -> None:
+    if home not in get_args(Home) or layout not in get_args(Layout):
+        raise TableError(f"home {home!r}, layout {layout!r}: expected one of {list(get_args(Home))} and {list(get_args(Layout))}")
 
 
 def _cut(buffer: torch.Tensor, rows: int, head_dim: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
