@@ -64,8 +64,6 @@ def row_gather(
         raise ValueError(
             f"violations is {violations.dtype} {list(violations.shape)} on {violations.device}: expected int64 [2] on {row_ids.device}"
         )
-    # Bytes from here on: little of torch, and nothing that checks ops or copies for a graph, does work on float8.
-    payload = payload.view(torch.uint8)
     direct = not torch.compiler.is_compiling() and implementation_for(row_ids) == "reference"
     if out is None and (violations is None or bounds != "warn"):
         return (_values if direct else _op)(payload, scale, row_ids, first_row, rows_total, bounds, dtype)
@@ -100,7 +98,7 @@ def _check_range(rows: int, first_row: int, rows_total: int | None) -> int:
 def _values(
     payload: torch.Tensor, scale: torch.Tensor, row_ids: torch.Tensor, first_row: int, rows_total: int, bounds: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A new tensor of the rows, by the implementation for these ids."""
+    """A new tensor of the rows, by the implementation for these ids; ``payload`` may be bytes."""
     if implementation_for(row_ids) == "triton":
         out = torch.empty((*row_ids.shape, payload.shape[1]), dtype=dtype, device=row_ids.device)
         _launch(payload, scale, row_ids, first_row, rows_total, bounds, out, None)

@@ -23,7 +23,7 @@ def describe(row_ids: torch.Tensor, rows_total: int) -> str | None:
     if int(low) >= -1 and int(high) < rows_total:
         return None
     bad = flat[outside(flat, rows_total)]
-    return f"row id {int(bad[0])} is outside [0, {rows_total}), as are {bad.numel()} of {flat.numel()} ids"
+    return f"row id {int(bad[0])} is outside [0, {rows_total}), the first of {bad.numel()} such among {flat.numel()} ids"
 
 
 def refuse(row_ids: torch.Tensor, rows_total: int) -> None:

@@ -100,7 +100,7 @@ def test_empty_table_and_empty_request(name):
 def test_fatal_names_the_first_bad_id(name):
     payload, scale = table(7, 32, "split")
     with implementation(name):
-        with pytest.raises(IndexError, match=r"row id 7 is outside \[0, 7\), as are 3 of 5 ids .*bounds='warn'"):
+        with pytest.raises(IndexError, match=r"row id 7 is outside \[0, 7\), the first of 3 such among 5 ids .*bounds='warn'"):
             row_gather(payload, scale, torch.tensor([-1, 7, 3, -2, 2**62]))
         row_gather(payload, scale, torch.tensor([-1, 6, 0]))
 
@@ -115,7 +115,7 @@ def test_warn_reads_zeros_and_counts(name):
         assert same(out, expected(payload, scale, ids, torch.float32)) and violations.tolist() == [4, 7]
         row_gather(payload, scale, torch.tensor([8, 1]), bounds="warn", violations=violations)
         assert violations.tolist() == [5, 7]
-        with pytest.warns(RuntimeWarning, match="row id 7 is outside.*4 of 157"):
+        with pytest.warns(RuntimeWarning, match="row id 7 is outside.* 4 such among 157"):
             row_gather(payload, scale, torch.tensor(ids), bounds="warn")
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
@@ -153,6 +153,7 @@ def test_writes_into_the_given_memory(name, dtype):
 
 def test_the_op_is_sound():
     payload, scale = quantize_blocks(torch.randn(5, 32, generator=torch.Generator().manual_seed(0)))
+    # Bytes, since the check itself compares arguments, which torch cannot do on float8.
     payload, ids = payload.view(torch.uint8), torch.tensor([1, -1, 4])
     torch.library.opcheck(torch.ops.tiny_engram.row_gather.default, (payload, scale, ids, 0, 5, "ignore", torch.bfloat16))
     for violations in (None, torch.zeros(2, dtype=torch.int64)):
@@ -196,3 +197,142 @@ def test_refuses_what_does_not_fit():
         row_gather(payload, scale, ids, out=torch.empty(64))
     with pytest.raises(ValueError, match=r"int64 \[2\]"):
         row_gather(payload, scale, ids, bounds="warn", violations=torch.zeros(1))
+
+
+# -- on a device
+
+
+def on_device(payload: torch.Tensor, scale: torch.Tensor, layout: str, home: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same rows on the device or in pinned memory, as one array of records or as two."""
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().cuda() if home == "device" else x.contiguous().pin_memory()
+
+    width, payload = payload.shape[1], payload.view(torch.uint8)
+    if layout == "split":
+        return move(payload).view(torch.float8_e4m3fn), move(scale)
+    record = move(torch.cat((payload, scale), dim=1))
+    return record[:, :width].view(torch.float8_e4m3fn), record[:, width:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["device", "pinned"])
+@pytest.mark.parametrize("layout", ["record", "split"])
+def test_gpu_equals_the_cpu_at_odd_sizes(layout, home):
+    draw = random.Random(3)
+    for width in (32, 64, 96, 160, 256, 320, 1024, 5120):
+        rows = draw.randint(1, 3000)
+        payload, scale = table(rows, width, "split", seed=width)
+        there = on_device(payload, scale, layout, home)
+        for dtype, asked in zip(DTYPES, (1, 77, 4099), strict=True):
+            ids = torch.tensor([draw.randint(-1, rows - 1) for _ in range(asked)])
+            out = row_gather(*there, ids.cuda(), dtype=dtype)
+            assert same(out.cpu(), row_gather(payload, scale, ids, dtype=dtype)), (width, dtype, asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_every_payload_byte_under_every_scale_byte(dtype):
+    payload = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(torch.float8_e4m3fn)
+    scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1).repeat(1, 8)
+    out = row_gather(payload.cuda(), scale.cuda(), torch.arange(256, device="cuda"), dtype=dtype)
+    assert same(out.cpu(), dequantize_blocks(payload, scale).to(dtype))
+
+
+@pytest.mark.gpu
+def test_gpu_reads_registered_memory_and_refuses_plain_memory():
+    payload, scale = table(500, 256, "record", pad=8, seed=1)
+    ids = torch.arange(-1, 500)
+    with pytest.raises(ValueError, match="plain host memory.*pin"):
+        row_gather(payload, scale, ids.cuda())
+    start, held, runtime = payload.data_ptr(), payload.untyped_storage().nbytes(), torch.cuda.cudart()
+    assert runtime is not None and int(runtime.cudaHostRegister(start, held, 0)) == 0
+    try:
+        out = row_gather(payload, scale, ids.cuda()).cpu()
+    finally:
+        torch.cuda.synchronize()
+        assert int(runtime.cudaHostUnregister(start)) == 0
+    assert same(out, row_gather(payload, scale, ids))
+
+
+@pytest.mark.gpu
+def test_gpu_bounds_and_shards():
+    payload, scale = table(1000, 64, "record")
+    there = on_device(payload, scale, "record", "device")
+    ids = torch.randint(-3, 1500, (100_000,), generator=torch.Generator().manual_seed(5))
+    bad = (ids < -1) | (ids >= 1000)
+    violations = torch.zeros(2, dtype=torch.int64, device="cuda")
+    out = row_gather(*there, ids.cuda(), bounds="warn", violations=violations)
+    assert same(out.cpu(), row_gather(payload, scale, ids, bounds="ignore"))
+    count, first = violations.tolist()
+    assert count == int(bad.sum()) and first in set(ids[bad].tolist())
+    with pytest.raises(IndexError, match=f"row id {int(ids[bad][0])} is outside .* {count} such among 100000"):
+        row_gather(*there, ids.cuda())
+    good = ids.masked_fill(bad, -1).cuda()
+    finite = quantize_blocks(torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)).cuda())
+    parts = [row_gather(finite[0][a:b], finite[1][a:b], good, first_row=a, rows_total=1000) for a, b in ((0, 333), (333, 334), (334, 1000))]
+    assert torch.equal(parts[0] + parts[1] + parts[2], row_gather(*finite, good))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["device", "pinned"])
+def test_gpu_graph_replays_with_other_ids(home):
+    payload, scale = table(3000, 256, "split")
+    there = on_device(payload, scale, "record", home)
+    ids = torch.zeros(700, dtype=torch.int64, device="cuda")
+    out = torch.zeros(700, 256, dtype=torch.bfloat16, device="cuda")
+    violations = torch.zeros(2, dtype=torch.int64, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        row_gather(*there, ids, bounds="warn", violations=violations, out=out)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        row_gather(*there, ids, bounds="warn", violations=violations, out=out)
+        own = row_gather(*there, ids, bounds="ignore")
+        with pytest.raises(RuntimeError, match="bounds='warn'"):
+            row_gather(*there, ids)
+    for seed in range(3):
+        asked = torch.randint(-1, 3000, (700,), generator=torch.Generator().manual_seed(seed))
+        asked[seed] = 3000 + seed
+        ids.copy_(asked)
+        graph.replay()
+        assert same(out.cpu(), row_gather(payload, scale, asked, bounds="ignore", dtype=torch.bfloat16))
+        assert same(own.cpu(), row_gather(payload, scale, asked, bounds="ignore"))
+    assert violations.tolist() == [3, 3000]
+
+
+@pytest.mark.gpu
+def test_gpu_a_table_beyond_32_bit_offsets():
+    rows = 1 << 26
+    record = torch.randint(0, 256, (rows, 264), dtype=torch.uint8, device="cuda")
+    ids = torch.randint(0, rows, (5000,), generator=torch.Generator().manual_seed(0))
+    ids[:4] = torch.tensor([0, rows - 1, (1 << 31) // 264 + 1, (1 << 32) // 264 + 1])
+    out = row_gather(record[:, :256].view(torch.float8_e4m3fn), record[:, 256:], ids.cuda()).cpu()
+    read = torch.stack([record[i] for i in ids.tolist()]).cpu()
+    assert same(out, dequantize_blocks(read[:, :256].contiguous().view(torch.float8_e4m3fn), read[:, 256:].contiguous()))
+    del record
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_gpu_more_values_than_32_bits_count():
+    payload, scale = quantize_blocks(torch.randn(97, 256, generator=torch.Generator().manual_seed(0)).cuda())
+    ids = torch.arange(9_000_000, device="cuda").remainder(97)
+    out = row_gather(payload, scale, ids, dtype=torch.bfloat16)
+    rows = row_gather(payload, scale, torch.arange(97, device="cuda"), dtype=torch.bfloat16)
+    for start in (0, 8_388_600, 8_999_000):
+        assert torch.equal(out[start : start + 1000], rows[ids[start : start + 1000]])
+    del out
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["device", "pinned"])
+def test_gpu_compiles_in_one_graph(home):
+    payload, scale = table(600, 256, "split")
+    there = on_device(payload, scale, "record", home)
+    step = torch.compile(lambda ids: row_gather(*there, ids + 1, bounds="ignore", dtype=torch.bfloat16) * 2, fullgraph=True)
+    ids = torch.randint(-2, 599, (333,), generator=torch.Generator().manual_seed(0))
+    assert same(step(ids.cuda()).cpu(), row_gather(payload, scale, ids + 1, bounds="ignore", dtype=torch.bfloat16) * 2)
