@@ -82,7 +82,7 @@ def test_ids_outside_the_table(path, probe):
     for bad in (ROWS, 2**62, -2, -(2**63)):
         ids = some_ids(600)
         ids[[5, 77]] = bad
-        with pytest.raises(TableError, match=rf"row id {bad} is outside \[0, {ROWS}\), as are 2 of 600"):
+        with pytest.raises(TableError, match=rf"row id {bad} is outside \[0, {ROWS}\)"):
             planner.lookup(ids, path=path)
         expected = rule.values(ids.masked_fill(ids == bad, -1))
         assert torch.equal(planner.lookup(ids, bounds="ignore", path=path), expected)

@@ -145,7 +145,7 @@ def default_costs(row_bytes: int, table_bytes: int) -> LookupCosts:
     )
 
 
-def measure(actions: Mapping[str, Callable[[torch.Tensor], object]], *, rows: int, device: torch.device, repeats: int = 5) -> LookupCosts:
+def measure(actions: Mapping[str, Callable[[torch.Tensor], object]], *, rows: int, device: torch.device, repeats: int = 9) -> LookupCosts:
     """Time each path with random ids, about a second on the machine that the defaults describe.
 
     Args:
