@@ -33,10 +33,13 @@ from decode_stack import HASH, HEAD_DIM, TINY, Decoder, Shape, Weights, captured
 from full_size import FilledLayer, device, same_bits, say, synchronize
 from gpu import graph_us, need, record, row
 
+from tiny_engram.hashing import NgramHasher
 from tiny_engram.table import EngramTable
+from tiny_engram.table.budget import Stack, exposed_us, predict
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.prefetch import Prefetcher
 from tiny_engram.table.storage import RowStorage
+from tiny_engram.table.tiers import DEFAULT_TIERS
 
 BATCHES = (1, 32, 256)
 ROUNDS, STEPS = 8, 25
@@ -153,11 +156,29 @@ def parts_us(weights: Weights, cache: torch.Tensor, host: EngramTable, near: Eng
     first, second = weights.shape.engram_at
     plain = Decoder(weights, cache, None)
     return {
+        "hash": graph_us(made.hashed, calls=4),
         "gather_host": gather(host),
         "gather_device": gather(near),
         "window_first": graph_us(partial(plain.blocks, x, 0, first), calls=4),
         "window_second": graph_us(partial(plain.blocks, x, 0, second), calls=2),
     }
+
+
+def planned(shape: Shape, batch: int, parts: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """What the planner on paper says of this stack: by its own figures of the bus, and by the fetch that was measured."""
+    stack = Stack(
+        layers=shape.blocks,
+        layer_us=parts["window_second"] / shape.engram_at[1],
+        engram_layers=shape.engram_at,
+        batch=batch,
+        columns=HASH.columns,
+        row_bytes=HEAD_DIM + HEAD_DIM // 32,
+        rows=NgramHasher(HASH, HASH.layer_ids[0]).rows_total,
+    )
+    tier = next(tier for tier in DEFAULT_TIERS if tier.name == "dram zero-copy")
+    step_us = times["device"] * 1e3
+    exposed = {"slowdown": predict(stack, tier), "slowdown_by_measured_fetch": sum(exposed_us(stack, parts["gather_host"]))}
+    return {"fetch_us": tier.fetch_us(stack.rows_per_layer, stack.row_bytes)} | {name: us / step_us for name, us in exposed.items()}
 
 
 def measure_batch(weights: Weights, batch: int, host: EngramTable, near: EngramTable, rule: FillRule) -> dict[str, Any]:
@@ -186,16 +207,14 @@ def measure_batch(weights: Weights, batch: int, host: EngramTable, near: EngramT
     figures["waiting_us"] = (times["host"] - times["late"]) * 1e3
     figures["running_beside_us"] = (times["late"] - times["device"]) * 1e3
     if not quick:
-        parts = parts_us(weights, cache, host, near)
-        # Both fetches stand in one queue across the bus: the second layer's rows come after the first's.
-        exposed = max(parts["gather_host"] - parts["window_first"], 0.0)
-        exposed += max(2 * parts["gather_host"] - parts["window_second"] - exposed, 0.0)
-        figures["parts_us"] = parts | {"exposed_by_arithmetic": exposed}
+        figures["parts_us"] = parts_us(weights, cache, host, near)
+        figures["plan"] = planned(weights.shape, batch, figures["parts_us"], times)
     say(f"  batch {batch}: " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()))
     say(f"    host against device {figures['slowdown_against_device']:+.2%}, against none {figures['slowdown_against_none']:+.2%}")
     say(f"    waiting {figures['waiting_us']:+.1f} us, running beside a fetch {figures['running_beside_us']:+.1f} us a step")
     if not quick:
-        say("    " + ", ".join(f"{name} {value:.1f} us" for name, value in figures["parts_us"].items()))
+        say("    parts: " + ", ".join(f"{name} {value:.1f} us" for name, value in figures["parts_us"].items()))
+        say("    on paper: " + ", ".join(f"{name} {value:.4g}" for name, value in figures["plan"].items()))
     return figures
 
 
@@ -211,7 +230,10 @@ def lines_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     parts = figures["parts_us"]
     gather = f"fetch {parts['gather_host']:.0f} us, windows {parts['window_first']:.0f} and {parts['window_second']:.0f} us"
     where = f"{gather}; waiting {figures['waiting_us']:+.0f}, beside a fetch {figures['running_beside_us']:+.0f} us a step"
-    return [*lines, row(f"decoding, batch {batch}: where the time goes", where)]
+    plan = figures["plan"]
+    paper = f"fetch {plan['fetch_us']:.0f} us, {plan['slowdown']:+.2%}; with the measured fetch {plan['slowdown_by_measured_fetch']:+.2%}"
+    lines.append(row(f"decoding, batch {batch}: where the time goes", where))
+    return [*lines, row(f"decoding, batch {batch}: slowdown by the planner on paper", f"{paper}; measured {slow:+.2%}")]
 
 
 def run(layer: FilledLayer, *, small: bool, batches: Sequence[int] = BATCHES, shape: Shape | None = None) -> list[dict[str, Any]]:
