@@ -159,7 +159,7 @@ def gpu_rank(rank, world, folder):
         rule.fill(storage, first_row=first, device="cuda")
         sharded = ShardedTable(storage, first_row=first, rows_total=rows)
         for dtype in (torch.float32, torch.bfloat16):
-            ids = torch.randint(-1, rows, (3, 5000), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+            ids = torch.randint(-1, rows, (3, 5000), generator=torch.Generator().manual_seed(0)).cuda()
             assert torch.equal(sharded.lookup(ids, dtype=dtype), rule.values(ids, dtype))
             own = ids[:, rank * 7 : 2000 + rank * 1000]
             assert torch.equal(sharded.lookup(own, dtype=dtype, same_ids=False), rule.values(own, dtype))
