@@ -1,8 +1,9 @@
 """Rows out of host memory by the CPU: gathered in chunks into pinned staging, copied to the device while the next chunk is gathered.
 
 The gather is one torch.index_select a chunk: it copies rows with all of torch's threads and refuses ids outside the table.
-Python threads around numpy were 5 to 20 times slower on 16 cores, which hand the interpreter's lock around. Imports torch,
-kernels, and tiny_engram.table.storage for its type.
+Python threads around numpy were 5 to 20 times slower on 16 cores, which hand the interpreter's lock around. Launchers that set
+OMP_NUM_THREADS=1 (torchrun does) leave one thread: raise it, or call torch.set_num_threads. Imports torch, kernels, and
+tiny_engram.table.storage for its type.
 """
 
 from collections.abc import Iterator

@@ -6,7 +6,7 @@ the host, which gathers rows and copies them over. Imports torch, kernels, and t
 
 from collections import Counter
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -88,9 +88,15 @@ class LookupPlanner:
 
     def choose(self, count: int) -> Path:
         """The path for ``count`` ids on the current stream."""
+        return self._choose(count, self._capturing())
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _choose(self, count: int, capturing: bool) -> Path:
         if self._here:
             return "device"
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing:
             return "zero_copy"
         if not self._readable:
             return "cpu_gather"
@@ -108,7 +114,6 @@ class LookupPlanner:
             return f"home {self.storage.home!r} is not registered with the GPU: every lookup goes over the CPU"
         return self.costs.explain(self.distinct_share)
 
-    @torch.no_grad()
     def lookup(
         self,
         row_ids: torch.Tensor,
@@ -135,8 +140,12 @@ class LookupPlanner:
         """
         if row_ids.dtype != torch.int64 or row_ids.device != self.device:
             raise TableError(f"row ids are {row_ids.dtype} on {row_ids.device}: expected torch.int64 on {self.device}")
-        taken = self.choose(row_ids.numel()) if path is None else path
-        self._check_path(taken, bounds)
+        capturing = self._capturing()
+        if path is not None:
+            self._check_path(path)
+        taken = path or self._choose(row_ids.numel(), capturing)
+        if capturing:
+            self._check_capture(taken, bounds)
         try:
             if taken == "cpu_gather":
                 out = self._by_cpu(row_ids, dtype, bounds, out, violations)
@@ -148,21 +157,23 @@ class LookupPlanner:
         self.path_counts[taken] += 1
         return out
 
-    def _check_path(self, path: Path, bounds: Bounds) -> None:
-        if path not in get_args(Path) or (path == "device") != self._here and not (path == "cpu_gather" and self.device.type == "cpu"):
+    def _check_path(self, path: Path) -> None:
+        """Does this table have the path that a caller asks for?"""
+        here: tuple[Path, ...] = ("device", "cpu_gather") if self.device.type == "cpu" else ("device",)
+        there: tuple[Path, ...] = ("zero_copy", "cpu_gather") if self._readable else ("cpu_gather",)
+        if path not in (here if self._here else there):
             raise TableError(
-                f"path {path!r} for rows in home {self.storage.home!r} and ids on {self.device}: leave the choice to the planner"
+                f"path {path!r} for rows in home {self.storage.home!r} and ids on {self.device}: "
+                f"expected {' or '.join(here if self._here else there)}, or None to have it chosen"
             )
-        if self.device.type != "cuda":
-            return
-        capturing = torch.cuda.is_current_stream_capturing()
+
+    def _check_capture(self, path: Path, bounds: Bounds) -> None:
         if path == "zero_copy" and not self._readable:
-            what = "the lookup is being captured in a CUDA graph, and " if capturing else ""
             raise TableError(
-                f"{what}the GPU cannot read home {self.storage.home!r} in place: expected registered memory; allocate the table with "
-                "home='pinned', or look up outside the capture"
+                f"a captured lookup reads host memory in place, and home {self.storage.home!r} is not registered with the GPU: "
+                "allocate the table with home='pinned', or look up outside the capture"
             )
-        if capturing and (path == "cpu_gather" or bounds == "fatal"):
+        if path == "cpu_gather" or bounds == "fatal":
             raise TableError(f"path {path!r} with bounds={bounds!r} waits for the host, which a capture cannot: use bounds='warn'")
 
     def _by_cpu(
