@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tiny_engram.errors import TableError
-from tiny_engram.kernels.row_gather import Bounds, row_gather
+from tiny_engram.kernels.row_gather import OUT_DTYPES, Bounds, row_gather
 from tiny_engram.kernels.row_gather.bounds import count as count_outside
 from tiny_engram.kernels.row_gather.bounds import refuse as refuse_outside
 
@@ -25,7 +25,6 @@ T = TypeVar("T")
 Mode = Literal["split", "host_shared"]
 Home = Literal["device", "pinned", "pageable"]
 _FACTS = ("rows_total", "head_dim", "mode", "first_row", "rows")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _READ_ROWS = 1 << 18  # rows that from_file copies at once
 
 # torch 2.13 renamed both and warns under the old names, the only ones of 2.11.
@@ -171,8 +170,8 @@ class ShardedTable:
         """
         if self.mode == "host_shared":
             return self._table.lookup(row_ids, bounds=bounds, dtype=dtype)
-        if dtype not in _DTYPES or bounds not in get_args(Bounds):
-            raise TableError(f"dtype {dtype}, bounds {bounds!r}: expected one of {list(_DTYPES)} and of {list(get_args(Bounds))}")
+        if dtype not in OUT_DTYPES or bounds not in get_args(Bounds):
+            raise TableError(f"dtype {dtype}, bounds {bounds!r}: expected one of {list(OUT_DTYPES)} and of {list(get_args(Bounds))}")
         if row_ids.dtype != torch.int64 or row_ids.device.type not in self._device_types:
             raise TableError(
                 f"row ids are {row_ids.dtype} on {row_ids.device}: expected torch.int64 on a device that the group's backend serves "
@@ -188,10 +187,10 @@ class ShardedTable:
     def _lookup_own(self, row_ids: torch.Tensor, dtype: torch.dtype, bounds: Bounds) -> torch.Tensor:
         if row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("same_ids=False under stream capture: its counts go through the host; gather them first, pass same_ids=True")
-        ask = torch.tensor([row_ids.numel(), _DTYPES.index(dtype), get_args(Bounds).index(bounds)], device=row_ids.device)
+        ask = torch.tensor([row_ids.numel(), OUT_DTYPES.index(dtype), get_args(Bounds).index(bounds)], device=row_ids.device)
         asked = self._gathered(ask).tolist()
         if any(other[1:] != asked[0][1:] for other in asked):
-            said = [f"rank {rank} {_DTYPES[d]} {get_args(Bounds)[b]}" for rank, (_, d, b) in enumerate(asked)]
+            said = [f"rank {rank} {OUT_DTYPES[d]} {get_args(Bounds)[b]}" for rank, (_, d, b) in enumerate(asked)]
             raise TableError(f"ranks ask for different dtypes or bounds ({', '.join(said)}): pass the same on every rank")
         longest = max(number for number, _, _ in asked)
         padded = row_ids.new_full((longest,), -1)
@@ -224,7 +223,7 @@ class ShardedTable:
                     first_row=self.first_row,
                     rows_total=self.rows_total,
                     bounds=bounds,
-                    violations=self.violations,
+                    violations=self.violations if bounds == "warn" else None,
                     dtype=dtype,
                 )
             # Host rows for a GPU: the table's planner knows the fast way across the bus, and takes ids of this storage alone.
@@ -232,7 +231,7 @@ class ShardedTable:
                 refuse_outside(row_ids, self.rows_total)
             elif self.violations is not None and bounds == "warn":
                 count_outside(row_ids, self.rows_total, self.violations)
-        except IndexError as error:
+        except (IndexError, ValueError) as error:
             raise TableError(str(error)) from error
         local = row_ids - self.first_row
         local = local.masked_fill((local < 0) | (local >= self.storage.rows), -1)
