@@ -1,4 +1,4 @@
-"""The command line: `tiny-engram train | generate | explain | inspect | list | demo`.
+"""The command line: `tiny-engram train | generate | explain | inspect | list | demo | table`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from tiny_engram import __version__
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.table_cli import add_table_verbs, run_table_verb
 from tiny_engram.training.config import TrainConfig
 
 __all__ = ["main"]
@@ -120,6 +121,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--subject", default="octopus", help="a folder of assets/examples")
     demo.add_argument("--trigger", default="tako-blip")
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
+
+    add_table_verbs(verbs.add_parser("table", help="files of rows for whole models: inspect, verify, convert, plan"))
     return parser
 
 
@@ -284,7 +287,15 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-VERBS = {"train": _train, "generate": _generate, "explain": _explain, "inspect": _inspect, "list": _list, "demo": _demo}
+VERBS = {
+    "train": _train,
+    "generate": _generate,
+    "explain": _explain,
+    "inspect": _inspect,
+    "list": _list,
+    "demo": _demo,
+    "table": run_table_verb,
+}
 
 
 def _quiet_libraries() -> None:
