@@ -50,7 +50,9 @@ class _Mapping(mmap.mmap):
         pieces, self.pieces = getattr(self, "pieces", []), []
         if pieces:
             with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone before us
-                torch.cuda.synchronize()
+                used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
+                for device in filter(used, range(torch.cuda.device_count())):  # waiting for one not in use would open it
+                    torch.cuda.synchronize(device)
             for address, _ in pieces:
                 with contextlib.suppress(Exception):
                     _cudart().cudaHostUnregister(address)
@@ -266,7 +268,7 @@ def _of_new_file(path: Path, nbytes: int) -> _Mapping | None:
         # A store past what the file system can give kills the process, so ask first.
         status = os.fstatvfs(handle)
         free = status.f_bavail * status.f_frsize
-        if nbytes > free:
+        if nbytes > free and status.f_blocks:  # a tmpfs without a limit says that it has no blocks at all
             raise TableError(
                 f"{path}: {nbytes:,} B do not fit, {free:,} B are free on {path.absolute().parent}; "
                 "enlarge it (mount -o remount,size=...), name a path elsewhere, or use private memory"
