@@ -46,7 +46,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def synchronize() -> None:

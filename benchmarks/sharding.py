@@ -90,8 +90,14 @@ def rank_main(rank: int, world: int, meeting: str, pool: str, split_rows: int, s
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=5),
+        device_id=device() if cuda else None,
+    )
     try:
         measure(rank, world, Path(pool), split_rows, shared_rows, dry)
     finally:

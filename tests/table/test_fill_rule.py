@@ -76,6 +76,22 @@ def test_a_gpu_fills_host_memory_with_the_same_bytes(layout, home):
     assert torch.equal(made.payload.cpu().view(torch.uint8), payload.view(torch.uint8)) and torch.equal(made.scale.cpu(), scale)
 
 
+@pytest.mark.gpu
+def test_a_gpu_fills_across_the_seam_of_two_registrations():
+    rule = FillRule(256)
+    made = storage(100_003, 256, "record")
+    start, half = made.payload.data_ptr(), made.nbytes // 2 // 4096 * 4096
+    pieces = [(start, half), (start + half, made.nbytes - half)]
+    runtime = torch.cuda.cudart()
+    assert [int(runtime.cudaHostRegister(address, nbytes, 3)) for address, nbytes in pieces] == [0, 0]
+    try:
+        rule.fill(made, device="cuda", chunk_rows=30_000)
+    finally:
+        assert [int(runtime.cudaHostUnregister(address)) for address, _ in pieces] == [0, 0]
+    payload, scale = rule.rows(torch.arange(100_003))
+    assert torch.equal(made.payload.view(torch.uint8), payload.view(torch.uint8)) and torch.equal(made.scale, scale)
+
+
 def test_ids_to_check_lie_at_the_ends_and_around_the_limits():
     ids = ids_to_check(384_006_168, 264).tolist()
     assert ids[0] == 0 and ids[-1] == 384_006_167 and ids == sorted(set(ids))
