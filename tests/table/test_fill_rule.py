@@ -83,6 +83,7 @@ def test_a_gpu_fills_across_the_seam_of_two_registrations():
     start, half = made.payload.data_ptr(), made.nbytes // 2 // 4096 * 4096
     pieces = [(start, half), (start + half, made.nbytes - half)]
     runtime = torch.cuda.cudart()
+    assert runtime is not None
     assert [int(runtime.cudaHostRegister(address, nbytes, 3)) for address, nbytes in pieces] == [0, 0]
     try:
         rule.fill(made, device="cuda", chunk_rows=30_000)
