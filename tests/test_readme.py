@@ -68,7 +68,8 @@ def test_every_command_is_understood(readme):
 
     commands = [shlex.split(line) for block in blocks(readme, "sh") for line in block.splitlines()]
     assert {command[0] for command in commands} == {"tiny-engram"}
-    assert {_parser().parse_args(command[1:]).verb for command in commands} == {"train", "generate", "explain", "inspect", "list", "demo"}
+    verbs = {"train", "generate", "explain", "inspect", "list", "demo", "table"}
+    assert {_parser().parse_args(command[1:]).verb for command in commands} == verbs
 
 
 def test_what_it_points_to_exists(readme, repo_root):

@@ -16,7 +16,18 @@ import torch
 
 from tiny_engram.errors import TableError
 
-__all__ = ["BLOCK_ROWS", "Progress", "RowSource", "as_bytes", "block_digest", "digest_blocks", "each_block", "table_digest", "verify_rows"]
+__all__ = [
+    "BLOCK_ROWS",
+    "Progress",
+    "RowSource",
+    "as_bytes",
+    "block_digest",
+    "check_block",
+    "digest_blocks",
+    "each_block",
+    "table_digest",
+    "verify_rows",
+]
 
 BLOCK_ROWS = 65_536  # part of what a digest is: 17 MB of 264-byte rows
 Progress = Callable[[int, int], object]  # rows done, rows in all
@@ -90,6 +101,16 @@ def digest_blocks(source: RowSource, progress: Progress | None = None) -> list[b
     return list(each_block(source.rows, lambda first, count: _digest_of(source, first, count), progress))
 
 
+def check_block(first_row: int, count: int, digest: bytes, blocks: list[bytes]) -> None:
+    """Raises TableError where a block's digest is not the stored one."""
+    block = first_row // BLOCK_ROWS
+    if digest != blocks[block]:
+        raise TableError(
+            f"rows {first_row} to {first_row + count - 1} (block {block} of {len(blocks)}) are damaged: digest {digest.hex()[:16]}, "
+            f"expected {blocks[block].hex()[:16]}; copy the table again"
+        )
+
+
 def verify_rows(
     source: RowSource, blocks: list[bytes], *, first: int = 0, last: int | None = None, progress: Progress | None = None
 ) -> int:
@@ -109,11 +130,6 @@ def verify_rows(
     found = each_block(source.rows, lambda start, count: (start, count, _digest_of(source, start, count)), progress, first=first, last=last)
     compared = 0
     for start, count, digest in found:
-        block = start // BLOCK_ROWS
-        if digest != blocks[block]:
-            raise TableError(
-                f"rows {start} to {start + count - 1} (block {block} of {len(blocks)}) are damaged: digest {digest.hex()[:16]}, "
-                f"expected {blocks[block].hex()[:16]}; copy or convert the table again"
-            )
+        check_block(start, count, digest, blocks)
         compared += 1
     return compared

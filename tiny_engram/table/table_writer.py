@@ -20,8 +20,8 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.files import sync_folder, write_atomically
 from tiny_engram.table.header import PAGE, WRITING, Header, build_header
-from tiny_engram.table.table_digest import BLOCK_ROWS, Progress, RowSource, as_bytes, block_digest, each_block, table_digest
-from tiny_engram.table.table_file import INDEX_SUFFIX, KEY, table_metadata
+from tiny_engram.table.table_digest import BLOCK_ROWS, Progress, RowSource, as_bytes, block_digest, check_block, each_block, table_digest
+from tiny_engram.table.table_file import INDEX_SUFFIX, KEY, TableFile, table_metadata
 
 __all__ = ["Draft", "RowTensors", "Sink", "draft_path", "fill", "rows_of", "write_table", "writer_of"]
 
@@ -166,8 +166,13 @@ class Piece:
 
 
 def fill(pieces: Sequence[Piece], source: RowSource, progress: Progress | None) -> list[bytes]:
-    """Write all rows, a block at a time on threads; every block lies in one piece. Returns the block digests."""
+    """Write all rows, a block at a time on threads; every block lies in one piece. Returns the block digests.
+
+    Raises:
+        TableError: the source gives other rows than it should: of another shape, or not those of its stored digests.
+    """
     step = pieces[0].rows or 1  # all but the last have as many
+    known = source.blocks if isinstance(source, TableFile) else None
 
     def copy(first_row: int, count: int) -> bytes:
         payload, scale = source.read(first_row, count)
@@ -179,7 +184,14 @@ def fill(pieces: Sequence[Piece], source: RowSource, progress: Progress | None) 
             )
         payload_bytes, scale_bytes = as_bytes(payload), as_bytes(scale)
         pieces[first_row // step].store(first_row, payload_bytes, scale_bytes)
-        return block_digest(payload_bytes, scale_bytes)
+        digest = block_digest(payload_bytes, scale_bytes)
+        if known is not None:
+            # Damaged rows must not get a digest that calls them sound.
+            try:
+                check_block(first_row, count, digest, known)
+            except TableError as error:
+                raise TableError(f"{source.path}: {error}") from error  # pyright: ignore[reportAttributeAccessIssue]
+        return digest
 
     return list(each_block(source.rows, copy, progress))
 
