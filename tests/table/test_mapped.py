@@ -175,6 +175,47 @@ def test_registration_that_fails_is_a_note(tmp_path):
     assert "not registered with a GPU" in note and "CUDA is not available" in note and not storage.report().registered
 
 
+def test_drivers_that_cannot_pin_read_only_memory(tmp_path, monkeypatch):
+    """Memory is writable for them while they pin it, and read-only again afterwards."""
+    path, calls = tmp_path / "pool", []
+
+    class Driver:
+        code = 0
+
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            kinds = {line.split()[1] for line in mappings_of(path) if int(line.split("-")[0], 16) == address}
+            calls.append((address, flags, kinds))
+            return 801 if flags & 8 else self.code
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            calls.remove(address)
+            return 0
+
+        def cudaGetErrorString(self, code):  # noqa: N802
+            return "not supported"
+
+    driver = Driver()
+    monkeypatch.setattr("tiny_engram.table.mapping._cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("tiny_engram.table.mapping._clear_last_error", lambda: None)
+    write_pool(path, rows_by_rule(5000))
+    storage = map_rows(path, register=True)
+    assert storage.report().registered and storage.report().notes == ()
+    assert [(flags, kinds) for _, flags, kinds in calls] == [(11, {"r--s"}), (3, {"rw-s"})] * 2
+    assert all(" r--s " in line for line in mappings_of(path))
+    taken = [address for address, flags, _ in calls if flags == 3]
+    calls[:] = taken
+    storage.close()
+    assert calls == []  # what was registered is given back, once
+
+    driver.code = 1
+    storage = map_rows(path, register=True)
+    (note,) = storage.report().notes
+    assert not storage.report().registered and "CUDA error 801, not supported as read-only; CUDA error 1" in note
+    assert same(storage, rows_by_rule(5000))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_the_gpu_reads_a_mapping_in_place(tmp_path, place):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import struct
-import threading
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tiny_engram.table.mapped import map_rows
 from tiny_engram.table.storage import RowStorage
 from tiny_engram.table.table_digest import BLOCK_ROWS, digest_blocks, table_digest
 from tiny_engram.table.table_file import KEY, TableFile
-from tiny_engram.table.table_writer import draft_path, write_table
+from tiny_engram.table.table_writer import write_table
 
 PREFIX = "model.layers.1.engram."
 
@@ -317,110 +316,3 @@ def test_parts_that_do_not_fit(parts):
         parts.write_text(bad)
         with pytest.raises(TableError, match="index"):
             TableFile(parts)
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------------
-
-
-class Failing:
-    """A source that gives out after some rows."""
-
-    rows, head_dim = 3 * BLOCK_ROWS, 32
-
-    def __init__(self, error=None, short=False):
-        self.error, self.short = error, short
-
-    def read(self, first_row, count):
-        if first_row < BLOCK_ROWS:
-            return rows_by_rule(count)
-        if self.short:
-            return rows_by_rule(count - 1)
-        raise self.error or RuntimeError("lost")
-
-
-def test_nothing_is_left_of_a_failed_write(tmp_path):
-    path = tmp_path / "t.safetensors"
-    for source, error, words in (
-        (Failing(), RuntimeError, "lost"),
-        (Failing(KeyboardInterrupt()), KeyboardInterrupt, None),
-        (Failing(OSError(28, "No space left on device")), TableError, "cannot write the table .No space left"),
-        (Failing(short=True), TableError, "the source gave .* expected float8_e4m3fn"),
-    ):
-        for shard_bytes in (None, 1):
-            with pytest.raises(error, match=words):
-                write_table(path, source, shard_bytes=shard_bytes)
-            assert list(tmp_path.iterdir()) == []
-    write_table(path, rows_by_rule(9))
-    before = path.read_bytes()
-    with pytest.raises(RuntimeError, match="lost"):
-        write_table(path, Failing(), replace=True)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_refuses_to_overwrite(table, tmp_path):
-    path, _ = table
-    before = path.read_bytes()
-    with pytest.raises(TableError, match="is there already"):
-        write_table(path, rows_by_rule(5))
-    assert path.read_bytes() == before
-    write_table(path, rows_by_rule(5), replace=True)
-    with TableFile(path) as file:
-        assert file.rows == 5
-    write_table(tmp_path / "p.safetensors", rows_by_rule(5), shard_bytes=1)
-    with pytest.raises(TableError, match=r"p\.safetensors\.index\.json: is there already"):
-        write_table(tmp_path / "p.safetensors", rows_by_rule(6), shard_bytes=1)
-    write_table(tmp_path / "p.safetensors", rows_by_rule(6), shard_bytes=1, replace=True)
-    with TableFile(tmp_path / "p.safetensors.index.json") as file:
-        assert file.rows == 6 and file.verify() == 1
-    for path, words in ((tmp_path, "is a folder"), (tmp_path / "no" / "where", "cannot be made")):
-        with pytest.raises(TableError, match=words):
-            write_table(path, rows_by_rule(5), replace=True)
-    with pytest.raises(TableError, match="shards of 0 bytes"):
-        write_table(tmp_path / "q", rows_by_rule(5), shard_bytes=0)
-    with pytest.raises(TableError, match="multiple of 32"):
-        write_table(tmp_path / "q", (torch.zeros(2, 33).to(torch.float8_e4m3fn), torch.zeros(2, 1, dtype=torch.uint8)))
-
-
-def test_no_room_is_said_before_any_row_is_written(tmp_path):
-    class Huge:
-        rows, head_dim = 2**40, 256
-
-        def read(self, first_row, count):
-            raise AssertionError("no row may be read")
-
-    with pytest.raises(TableError, match="needs [0-9,]+ bytes, [0-9,]+ are free|header would take"):
-        write_table(tmp_path / "t.safetensors", Huge())
-
-    class Large(Huge):
-        rows = 2**36 // 264 * 64  # 4 TiB, whose header still fits
-
-    with pytest.raises(TableError, match="needs [0-9,]+ bytes, [0-9,]+ are free"):
-        write_table(tmp_path / "t.safetensors", Large(), shard_bytes=2**40)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_writer_at_a_time(tmp_path):
-    path, at_work, go_on = tmp_path / "t.safetensors", threading.Event(), threading.Event()
-
-    class Slow:
-        rows, head_dim = 100, 32
-
-        def read(self, first_row, count):
-            at_work.set()
-            assert go_on.wait(20)
-            return rows_by_rule(count)
-
-    writer = threading.Thread(target=write_table, args=(path, Slow()))
-    writer.start()
-    try:
-        assert at_work.wait(20)
-        with pytest.raises(TableError, match=f"is being written by pid {os.getpid()}"):
-            write_table(path, rows_by_rule(5))
-        with pytest.raises(TableError, match=f"still being written by pid {os.getpid()}"):
-            map_rows(path)
-        with pytest.raises(TableError, match="neither|header of|still"):
-            TableFile(draft_path(path))
-    finally:
-        go_on.set()
-        writer.join()
-    assert map_rows(path).rows == 100 and not draft_path(path).exists()

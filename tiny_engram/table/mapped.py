@@ -54,8 +54,10 @@ def map_rows(
     """
     path = Path(path)
     with _opened(path, prefix, wait) as table:
-        payload, first = map_runs([Run(p.payload_file, p.payload.offset, p.payload.nbytes) for p in table.parts], populate=populate)
-        scale, second = map_runs([Run(p.scale_file, p.scale.offset, p.scale.nbytes) for p in table.parts], populate=populate)
+        payloads = [Run(p.payload_file, p.payload.offset, p.payload.nbytes) for p in table.parts]
+        scales = [Run(p.scale_file, p.scale.offset, p.scale.nbytes) for p in table.parts]
+        payload, first = map_runs(payloads, populate=populate, register=register)
+        scale, second = map_runs(scales, populate=populate, register=register)
         files = {id(file): file for part in table.parts for file in (part.payload_file, part.scale_file)}
         mapping = RowMapping([memory for memory in (first, second) if memory is not None], list(files.values()))
         mapping.check()

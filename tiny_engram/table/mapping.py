@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from tiny_engram.table.report import huge_page_share, numa_nodes
 __all__ = ["RowMapping", "Run", "map_runs"]
 
 _PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister
+_PIECE = 4 << 30  # bytes registered at a time where one call for all of it fails
 _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 
@@ -29,6 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -46,38 +48,66 @@ class _Memory:
 
     def __init__(self, address: int, nbytes: int):
         self.address, self.nbytes = address, nbytes
-        self.registered = False
+        self._pieces: list[int] = []  # addresses that were registered, usually one
+
+    @property
+    def registered(self) -> bool:
+        return bool(self._pieces)
 
     def free(self) -> None:
         self.unregister()
         _libc.munmap(self.address, self.nbytes)
 
     def unregister(self) -> None:
-        if self.registered:
-            self.registered = False
+        pieces, self._pieces = self._pieces, []
+        if pieces:
             with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone before us
                 torch.cuda.synchronize()
-                _cudart().cudaHostUnregister(self.address)
+            for address in pieces:
+                with contextlib.suppress(Exception):
+                    _cudart().cudaHostUnregister(address)
 
     def register(self) -> str:
         """An empty string, or why not."""
         if not torch.cuda.is_available():
             return "CUDA is not available"
-        why = ""
-        # Some drivers want read-only memory to be called so, others do not know the flag.
-        for flags in (_PORTABLE_MAPPED | _READ_ONLY, _PORTABLE_MAPPED):
-            try:
-                code = int(_cudart().cudaHostRegister(self.address, self.nbytes, flags))
-                if code == 0:
-                    self.registered = True
-                    return ""
-                why = f"CUDA error {code}, {_cudart().cudaGetErrorString(code)}"
-            except (RuntimeError, TypeError) as error:
-                why = str(error).splitlines()[0]
-            # The runtime keeps the failure as its last error, which the next launch would report as its own: let one do so here.
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device="cuda").add_(1)
+        why = self._register(_PORTABLE_MAPPED | _READ_ONLY)
+        # Drivers that cannot pin memory as read-only pin it while it may be written to, if we may write the file at all.
+        if why and not _libc.mprotect(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
+            writable = self._register(_PORTABLE_MAPPED)
+            _libc.mprotect(self.address, self.nbytes, mmap.PROT_READ)
+            why = writable and f"{why} as read-only; {writable}"
         return why
+
+    def _register(self, flags: int) -> str:
+        why = ""
+        for step in (self.nbytes, _PIECE):
+            for offset in range(0, self.nbytes, step):
+                if why := _host_register(self.address + offset, min(step, self.nbytes - offset), flags):
+                    self.unregister()
+                    break
+                self._pieces.append(self.address + offset)
+            if not why or self.nbytes <= _PIECE:
+                break
+        return why
+
+
+def _host_register(address: int, nbytes: int, flags: int) -> str:
+    try:
+        code = int(_cudart().cudaHostRegister(address, nbytes, flags))
+        if code == 0:
+            return ""
+        why = f"CUDA error {code}, {_cudart().cudaGetErrorString(code)}"
+    except (RuntimeError, TypeError) as error:
+        why = str(error).splitlines()[0]
+    _clear_last_error()
+    return why
+
+
+def _clear_last_error() -> None:
+    """The runtime keeps a failure as its last error, which the next launch would report as its own: let one do so here."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 def _cudart() -> Any:
@@ -156,8 +186,11 @@ class RowMapping:
             memory.unregister()
 
 
-def map_runs(runs: Sequence[Run], *, populate: bool = False) -> tuple[torch.Tensor, _Memory | None]:
+def map_runs(runs: Sequence[Run], *, populate: bool = False, register: bool = False) -> tuple[torch.Tensor, _Memory | None]:
     """Map runs one behind the other.
+
+    Args:
+        runs: in order. populate: read them into memory now. register: they are to be registered with the GPU, later.
 
     Returns:
         uint8 ``[sum of nbytes]`` that must not be written to (the process would be killed), and what holds it; None where empty.
@@ -188,13 +221,29 @@ def map_runs(runs: Sequence[Run], *, populate: bool = False) -> tuple[torch.Tens
     for start, handle, offset, nbytes in inner:
         # A device maps whole pages; a file's last page ends with zeros.
         length = padded(nbytes, page)
-        if _libc.mmap(address + start, length, mmap.PROT_READ, flags, handle, offset) == _FAILED:
+        with _writable(handle) if register else contextlib.nullcontext(handle) as source:
+            failed = _libc.mmap(address + start, length, mmap.PROT_READ, flags, source, offset) == _FAILED
             code = ctypes.get_errno()
+        if failed:
             memory.free()
             raise TableError(f"{nbytes:,} bytes at {offset} cannot be mapped ({os.strerror(code)}); copy the table to a file that can")
     held = (ctypes.c_uint8 * (total - lead)).from_address(address + lead)
     weakref.finalize(held, memory.free).atexit = False
     return torch.frombuffer(held, dtype=torch.uint8), memory
+
+
+@contextlib.contextmanager
+def _writable(handle: int) -> Iterator[int]:
+    """The same file, open for writing where we may: only such a mapping can be made writable for a moment."""
+    try:
+        writable = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield handle
+        return
+    try:
+        yield writable
+    finally:
+        os.close(writable)
 
 
 def _reserve(size: int, page: int) -> int:
