@@ -111,9 +111,11 @@ def _hot_gather_kernel(
                     lane = tl.arange(0, ROWS)
                     earliest = tl.min(tl.where(bad, lane, ROWS), axis=0)
                     tl.store(violations + 1, tl.sum(tl.where(lane == earliest, ids, 0), axis=0))
-    if hits is not None and chunk == 0:
-        tl.atomic_add(hits, tl.sum(found, axis=0))
-        tl.atomic_add(hits + 1, tl.sum(seen, axis=0))
+    if hits is not None:
+        number_found, number_seen = tl.sum(found, axis=0), tl.sum(seen, axis=0)
+        if chunk == 0:
+            tl.atomic_add(hits, number_found)
+            tl.atomic_add(hits + 1, number_seen)
 
 
 def launch(

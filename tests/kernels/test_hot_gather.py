@@ -93,7 +93,7 @@ def test_bounds(name):
     hot = hot_copy(payload, scale, torch.tensor([2, 7]))
     ids = torch.tensor([[2, -1, 10], [3, -7, 99]])
     with implementation(name):
-        with pytest.raises(IndexError, match=r"row id 10 is outside \[0, 10\), as are 3 of 6 ids"):
+        with pytest.raises(IndexError, match=r"row id 10 is outside \[0, 10\), .*3 .* 6 ids"):
             hot_gather(*hot, payload, scale, ids)
         violations = torch.zeros(2, dtype=torch.int64)
         out = hot_gather(*hot, payload, scale, ids, bounds="warn", violations=violations)

@@ -4,7 +4,10 @@ import time
 import pytest
 import torch
 
+from tiny_engram.config import HashConfig, LayerConfig
 from tiny_engram.errors import TableError
+from tiny_engram.hashing import NgramHasher
+from tiny_engram.layer import EngramLayer
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.table import EngramTable
 from tiny_engram.table.prefetch import Prefetcher, side_stream
@@ -150,6 +153,17 @@ def test_calls_in_the_wrong_order_and_ids_that_do_not_fit():
         prefetcher(ahead.table, capacity=0)
     with pytest.raises(TableError, match="float64"):
         prefetcher(ahead.table, dtype=torch.float64)
+
+
+def test_a_layer_reads_what_was_fetched_ahead():
+    hashes = HashConfig(max_ngram=3, heads=COLUMNS // 2, vocab=101, pad_id=2, compressed_vocab=90, layer_ids=(0,))
+    config = LayerConfig(hash=hashes, layer_id=0, hidden=32, copies=1, head_dim=DIM)
+    table = EngramTable.dense(*quantize(torch.randn(NgramHasher(hashes, 0).rows_total, DIM)))
+    layer, ahead = EngramLayer(config, table), prefetcher(table)
+    canonical, x = torch.randint(0, 90, (2, 5)), torch.randn(2, 5, 1, 32)
+    ahead.start(layer.row_ids(canonical))
+    with torch.no_grad():
+        assert torch.equal(layer(x, canonical, rows=ahead.wait()), layer(x, canonical))
 
 
 def test_works_across_inference_mode():
