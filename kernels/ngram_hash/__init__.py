@@ -60,12 +60,11 @@ def ngram_hash(
     for tensor in (multipliers, primes, blocked, history, history_blocked, salt):
         if tensor is not None and tensor.device != canonical.device:
             raise ValueError(f"canonical is on {canonical.device}, another argument on {tensor.device}: expected one device")
-    direct = not torch.compiler.is_compiling() and implementation_for(canonical) == "reference"
-    return (ngram_hash_reference if direct else _op)(canonical, multipliers, primes, pad_id, blocked, history, history_blocked, salt)
+    direct = type(canonical) is torch.Tensor and not torch.compiler.is_compiling()
+    return (_rows if direct else _op)(canonical, multipliers, primes, pad_id, blocked, history, history_blocked, salt)
 
 
-@torch.library.custom_op("tiny_engram::ngram_hash", mutates_args=())
-def _op(
+def _rows(
     canonical: torch.Tensor,
     multipliers: torch.Tensor,
     primes: torch.Tensor,
@@ -75,6 +74,7 @@ def _op(
     history_blocked: torch.Tensor | None,
     salt: torch.Tensor | None,
 ) -> torch.Tensor:
+    """The rows, by the implementation for these ids."""
     if implementation_for(canonical) == "reference":
         return ngram_hash_reference(canonical, multipliers, primes, pad_id, blocked, history, history_blocked, salt)
     from .fused import launch
@@ -82,6 +82,9 @@ def _op(
     out = torch.empty((*canonical.shape, primes.numel()), dtype=torch.int64, device=canonical.device)
     launch(canonical, multipliers, primes, pad_id, blocked, history, history_blocked, salt, out)
     return out
+
+
+_op = torch.library.custom_op("tiny_engram::ngram_hash", _rows, mutates_args=())
 
 
 @_op.register_fake

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tiny_engram.kernels.backend import implementation
 from tiny_engram.kernels.block_quant import dequantize_blocks, quantize_blocks
@@ -159,6 +160,13 @@ def test_the_op_is_sound():
     for violations in (None, torch.zeros(2, dtype=torch.int64)):
         out = torch.zeros(3, 32)
         torch.library.opcheck(torch.ops.tiny_engram.row_gather_out.default, (payload, scale, ids, 0, 5, "warn", out, violations))
+
+
+def test_tensors_without_data_go_through_the_op():
+    with FakeTensorMode():
+        payload, scale = torch.empty(5, 64, dtype=torch.float8_e4m3fn), torch.empty(5, 2, dtype=torch.uint8)
+        out = row_gather(payload, scale, torch.empty(3, 2, dtype=torch.int64), dtype=torch.bfloat16)
+    assert out.shape == (3, 2, 64) and out.dtype == torch.bfloat16 and type(out) is not torch.Tensor
 
 
 @pytest.mark.parametrize("name", BOTH)
