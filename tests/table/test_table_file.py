@@ -96,6 +96,17 @@ def test_a_checkpoint_with_an_index(tmp_path):
         TableFile(index, prefix="layers.2")
 
 
+def test_names_that_only_look_like_a_table(tmp_path):
+    rows, others = rows_by_rule(9, 64), rows_by_rule(8, 32)
+    tensors = {"tok_embed.weight": others[0], "tok_embed.scale": others[1], "embed.embed.weight": rows[0], "embed.embed.scale": rows[1]}
+    save_file(tensors, tmp_path / "x.safetensors")
+    for prefix in (None, "embed.", "embed.embed", "embed.embed.weight"):
+        with TableFile(tmp_path / "x.safetensors", prefix=prefix) as file:
+            assert file.prefix == "embed." and same(file.read(0, 9), rows)
+    with pytest.raises(TableError, match="holds no table 'tok_'|'tok_.'"):
+        TableFile(tmp_path / "x.safetensors", prefix="tok_")
+
+
 def test_the_digest_depends_on_rows_alone(tmp_path, big):
     rows = len(big[0])
     blocks = []
@@ -311,6 +322,9 @@ def test_parts_that_do_not_fit(parts):
         TableFile(parts)
     second.write_bytes(third.read_bytes())
     with pytest.raises(TableError, match="lacks 'embed.weight.rows.65536', which the index places there"):
+        TableFile(parts)
+    reindexed(parts, lambda found: found["weight_map"].update({"embed.weight.rows.0": "a\0b"}))
+    with pytest.raises(TableError, match="cannot open the table"):
         TableFile(parts)
     for bad in ("[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
         parts.write_text(bad)

@@ -49,8 +49,9 @@ class OpenFile:
         try:
             # A FIFO would wait for its other end for ever.
             self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise TableError(f"{path}: cannot open the table ({error.strerror or error}); expected a .safetensors file") from error
+        except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise TableError(f"{path}: cannot open the table ({why}); expected a .safetensors file") from error
         try:
             about = os.fstat(self.handle)
             self.device = is_device(about)

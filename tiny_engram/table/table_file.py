@@ -40,7 +40,7 @@ FORMAT = 1
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX = 64 * 2**20
 _BLOCK = 32  # values per scale byte
-_WEIGHT = re.compile(r"(?P<prefix>.*)embed\.weight(?:\.rows\.(?P<first>0|[1-9]\d{0,15}))?")
+_WEIGHT = re.compile(r"(?P<prefix>(?:.*\.)?)embed\.weight(?:\.rows\.(?P<first>0|[1-9]\d{0,15}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class TableFile:
                 lonely.append(name)
         wanted = prefix
         if wanted is not None:
-            wanted = wanted.removesuffix("weight").removesuffix("embed.").removesuffix("embed")
+            wanted = re.sub(r"(^|(?<=\.))embed(\.weight)?$", "", wanted)  # the name of the tensor is understood too
             wanted = wanted if not wanted or wanted.endswith(".") else f"{wanted}."
         elif len(tables) == 1:
             (wanted,) = tables

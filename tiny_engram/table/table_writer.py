@@ -72,7 +72,7 @@ def writer_of(path: Path) -> tuple[int, bool] | None:
         except BlockingIOError:
             return pid, True
         # Between our open and our lock it may have come to its end.
-        return (pid, False) if draft_path(path).exists() else None
+        return (pid, False) if pid and draft_path(path).exists() else None
     finally:
         os.close(handle)
 
