@@ -1,6 +1,7 @@
 """What copies of hot rows on the device save, under Zipf traffic over a table in host memory, and what looking for them costs.
 
     python benchmarks/hot_rows.py          # on a machine with a GPU: benchmarks/results/table.json, section hot_rows
+    python benchmarks/hot_rows.py --tune   # programs and rows in flight of the kernel; prints only
     python benchmarks/hot_rows.py --dry    # the same steps with a small table on the CPU, nothing kept
 
 Row ids come up with probability 1 / rank ** s. Hot rows are chosen by what was observed, as in service, and rated on ids drawn
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from gpu import graph_us, need, record, row
 
+from tiny_engram.kernels.hot_gather import fused
 from tiny_engram.kernels.row_gather import row_gather
 from tiny_engram.table import EngramTable
 from tiny_engram.table.fill_rule import FillRule
@@ -140,6 +142,16 @@ def measured(sizes: Sizes, storage: RowStorage, rule: FillRule) -> tuple[dict[st
     return figures, lines
 
 
+def tune(sizes: Sizes, storage: RowStorage) -> None:
+    """Print the time of a lookup by programs and bytes in flight, at the largest capacity and without hot rows."""
+    traffic, table = Zipf(sizes, EXPONENTS[0]), EngramTable.over(storage)
+    for capacity in (0, sizes.capacities[-1]):
+        hot, _ = warmed(sizes, table, traffic, capacity)
+        for fused.HOST_PROGRAMS, fused.HOST_TILE in itertools.product((64, 128, 256, 512, 1024), (1024, 4096, 8192)):
+            us = {count: round(timed(sizes, hot.lookup, traffic.draw, count), 1) for count in sizes.calls}
+            print(f"{capacity:>9,} hot, {fused.HOST_PROGRAMS:>5} programs of {fused.HOST_TILE:>5} B: {us}", flush=True)
+
+
 def rendered(exponent: float, capacity: int, rows: int, part: dict[str, Any], plain: dict[int, float]) -> list[dict[str, Any]]:
     """Rows of the result table for one capacity."""
     name = f"Zipf({exponent:g}) over {rows:,} rows in host memory, {capacity:,} hot"
@@ -159,6 +171,7 @@ def rendered(exponent: float, capacity: int, rows: int, part: dict[str, Any], pl
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="try launches of the kernel, print, keep nothing")
     parser.add_argument("--dry", action="store_true", help="small table on the CPU, keep nothing")
     parser.add_argument("--gib", type=float, default=4.0, help="size of the table")
     arguments = parser.parse_args(argv)
@@ -168,6 +181,9 @@ def main(argv: list[str] | None = None) -> None:
     need(sizes.dry or storage.home == "pinned", f"the table could not be registered: {storage.report()}")
     rule = FillRule(HEAD_DIM)
     rule.fill(storage, device=sizes.device)
+    if arguments.tune:
+        tune(sizes, storage)
+        return
     figures, lines = measured(sizes, storage, rule)
     if not sizes.dry:
         record("table", "hot_rows", figures=figures, rows=lines)

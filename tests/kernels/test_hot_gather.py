@@ -88,6 +88,17 @@ def test_triton_mixes_to_the_same_bits_as_torch():
 
 
 @pytest.mark.parametrize("name", BOTH)
+def test_rows_so_wide_that_several_programs_read_one(name):
+    payload, scale = table(6, 8224)
+    ids, counts = torch.tensor([5, 0, -1, 3, 6]), [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    with implementation(name):
+        out = hot_gather(
+            *hot_copy(payload, scale, torch.tensor([0, 3])), payload, scale, ids, bounds="warn", violations=counts[0], hits=counts[1]
+        )
+    assert same(out, row_gather(payload, scale, ids, bounds="ignore")) and [part.tolist() for part in counts] == [[1, 6], [2, 4]]
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_bounds(name):
     payload, scale = table(10, 32)
     hot = hot_copy(payload, scale, torch.tensor([2, 7]))
@@ -188,3 +199,21 @@ def test_on_the_device_eager_and_in_a_graph(home):
         hot_gather(*hot, *there, ids)
     with pytest.raises(RuntimeError, match="captured stream"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         hot_gather(*hot, *there, ids)
+
+
+@pytest.mark.gpu
+def test_on_the_device_beyond_four_gib():
+    rows, width = 17_000_000, 256
+    record = torch.zeros((rows, width + 8), dtype=torch.uint8, device="cuda")
+    last = torch.tensor([rows - 1, rows - 7, 1, 8_200_000])
+    payload, scale = table(4, width)
+    record[last.cuda()] = torch.cat((payload.view(torch.uint8), scale), dim=1).cuda()
+    there = record[:, :width].view(torch.float8_e4m3fn), record[:, width:]
+    for key in (rows - 7, 5):
+        index = PerfectHash.build(torch.tensor([key])).to("cuda")
+        # Every slot holds the row that the first of these keys has.
+        hot_payload = payload[1:2].view(torch.uint8).expand(index.keys.numel(), -1).contiguous().view(torch.float8_e4m3fn)
+        hot = hot_payload.cuda(), scale[1:2].expand(index.keys.numel(), -1).contiguous().cuda(), index.keys, index.displacement
+        hits = torch.zeros(2, dtype=torch.int64, device="cuda")
+        out = hot_gather(*hot, *there, last.cuda(), hits=hits)
+        assert same(out.cpu(), row_gather(payload, scale, torch.arange(4))) and hits.tolist() == [int(key != 5), 4]

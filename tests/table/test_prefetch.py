@@ -10,10 +10,11 @@ from tiny_engram.hashing import NgramHasher
 from tiny_engram.layer import EngramLayer
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.table import EngramTable
+from tiny_engram.table.mapped import write_pool
 from tiny_engram.table.prefetch import Prefetcher, side_stream
 
 ROWS, COLUMNS, DIM = 500, 6, 64
-LONG = 200_000_000  # cycles, about a tenth of a second
+LONG = 100_000_000  # cycles, about a twentieth of a second
 
 
 def stored(seed=0):
@@ -164,6 +165,15 @@ def test_a_layer_reads_what_was_fetched_ahead():
     ahead.start(layer.row_ids(canonical))
     with torch.no_grad():
         assert torch.equal(layer(x, canonical, rows=ahead.wait()), layer(x, canonical))
+
+
+def test_rows_of_a_mapped_table(tmp_path):
+    write_pool(tmp_path / "pool", stored())
+    table = EngramTable.open(tmp_path / "pool")
+    assert table.storage.home == "mapped"
+    ahead = prefetcher(table, dtype=torch.bfloat16)
+    ahead.start(ids_of(4, 8))
+    assert torch.equal(ahead.wait(), dequantize(*stored()).bfloat16()[ids_of(4, 8)].flatten(-2))
 
 
 def test_works_across_inference_mode():
