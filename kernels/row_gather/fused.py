@@ -47,6 +47,17 @@ def values_of(words, WORD: tl.constexpr):
     return tl.where(magnitude == 0x07F00000, float("nan"), value)
 
 
+@triton.jit
+def dequantised(words, byte, WORD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """float32 ``[ROWS, CHUNK * WORD]`` of words ``[ROWS, CHUNK]`` and their scale bytes ``[ROWS, CHUNK * WORD / 32]``.
+
+    Two-dimensional at both ends, so that the compiler lays threads along what is contiguous in memory; given the three
+    dimensions in between it may lay them across rows.
+    """
+    factor = tl.broadcast_to(scale_of(byte)[:, :, None], [ROWS, CHUNK * WORD // 32, 32 // WORD])
+    return tl.reshape(values_of(words, WORD) * tl.reshape(factor, [ROWS, CHUNK])[:, :, None], [ROWS, CHUNK * WORD])
+
+
 @triton.jit(do_not_specialize=["count", "first_row", "rows", "rows_total"])
 def _row_gather_kernel(
     payload,
@@ -70,6 +81,8 @@ def _row_gather_kernel(
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     whole = place < WIDTH // WORD
+    group = chunk * (CHUNK * WORD // 32) + tl.arange(0, CHUNK * WORD // 32)
+    value = chunk * (CHUNK * WORD) + tl.arange(0, CHUNK * WORD)
     words_at = tl.cast(payload, tl.pointer_type(WORD_TYPE))  # pyright: ignore[reportArgumentType]
     blocks = tl.cdiv(count, ROWS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -83,11 +96,11 @@ def _row_gather_kernel(
         wanted = here[:, None] & whole[None, :]
         # Both loads stand before the first use of either, so that a program waits once. An absent row is 0 * 2 ** -127.
         words = tl.load(words_at + slot[:, None] * (payload_stride // WORD) + place[None, :], mask=wanted, other=0)
-        byte = tl.load(scale + slot[:, None] * scale_stride + (place * WORD // 32)[None, :], mask=wanted, other=0)
-        result = values_of(words, WORD) * scale_of(byte)[:, :, None]
-        target = position[:, None, None] * WIDTH + (place * WORD)[None, :, None] + tl.arange(0, WORD)[None, None, :]
-        stored = asked[:, None, None] & whole[None, :, None]
-        tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
+        scaled = here[:, None] & (group < WIDTH // 32)[None, :]
+        byte = tl.load(scale + slot[:, None] * scale_stride + group[None, :], mask=scaled, other=0)
+        result = dequantised(words, byte, WORD, ROWS, CHUNK).to(out.dtype.element_ty)
+        stored = asked[:, None] & (value < WIDTH)[None, :]
+        tl.store(out + position[:, None] * WIDTH + value[None, :], result, mask=stored)
 
         if violations is not None:
             bad = asked & ((ids < -1) | (ids >= rows_total))
