@@ -53,7 +53,7 @@ def launch_for(direction: str, size: int) -> Launch:
     warps = max(1, min(power_of_two(-(-size // (32 * held))), block // (32 * 4), 16))
     values = -(-block * chunks // (32 * warps))
     registers = 28 + 3 * values if direction == "forward" else 24 + 5 * values
-    return Launch(warps=warps, resident=max(1, 65536 // (32 * warps * registers)), rows=rows)
+    return Launch(warps=warps, resident=max(1, min(65536 // (32 * warps * registers), 64 // warps, 32)), rows=rows)
 
 
 def _candidates(direction: str, size: int) -> tuple[Launch, ...]:
@@ -67,6 +67,7 @@ def _candidates(direction: str, size: int) -> tuple[Launch, ...]:
         wider,
         replace(rule, stages=2),
         replace(rule, stages=3),
+        replace(narrower, stages=2),
         replace(rule, resident=2 * rule.resident),
         *(replace(rule, rows=n) for n in rows),
     )
