@@ -15,7 +15,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+
+from tiny_engram.errors import TableError
+from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.pool import PoolConfig
+from tiny_engram.table.storage import RowStorage
 
 _CLONE_NEWNET = 0x40000000
 _BIN = Path(sys.executable).parent
@@ -60,7 +66,7 @@ class Cluster:
 
     def __init__(self, folder: Path, host: str = "127.0.0.1", *, client_ttl: int = 10):
         self.folder, self.host, self.client_ttl = folder, host, client_ttl
-        self.port, self.metadata_port, self.metrics_port = free_port(host), free_port(host), free_port(host)
+        self.port, self.metrics_port = free_port(host), free_port(host)
         self.master: subprocess.Popen | None = None
         self.stores: list[subprocess.Popen] = []
 
@@ -74,16 +80,13 @@ class Cluster:
         flags = {
             "rpc_address": self.host,
             "rpc_port": self.port,
-            "enable_http_metadata_server": "true",
-            "http_metadata_server_host": self.host,
-            "http_metadata_server_port": self.metadata_port,
             "metrics_host": self.host,
             "metrics_port": self.metrics_port,
             "client_ttl": self.client_ttl,
             "logtostderr": "true",
         }
         self.master = self._spawn("master", "mooncake_master", flags)
-        wait_for("mooncake_master", lambda: answers(self.host, self.port) and answers(self.host, self.metadata_port))
+        wait_for("mooncake_master", lambda: answers(self.host, self.port))
 
     def start_store(self, size: str = "96 MB") -> None:
         flags = {
@@ -92,18 +95,14 @@ class Cluster:
             "global_segment_size": size,
             "local_buffer_size": "16 MB",
             "master_server_address": f"{self.host}:{self.port}",
-            "metadata_server": self.metadata,
+            "metadata_server": "P2PHANDSHAKE",
             "logtostderr": "true",
         }
-        before = self._mounted()
+        before = self.mounted()
         self.stores.append(self._spawn(f"store{len(self.stores)}", "mooncake_client", flags))
-        wait_for("the store's memory", lambda: self._mounted() > before)
+        wait_for("the store's memory", lambda: self.mounted() > before)
 
-    @property
-    def metadata(self) -> str:
-        return f"http://{self.host}:{self.metadata_port}/metadata"
-
-    def _mounted(self) -> int:
+    def mounted(self) -> int:
         """Stores that the master has mounted since it started."""
         return (self.folder / "master.log").read_text(errors="replace").count("action=mount_segment")
 
@@ -120,8 +119,8 @@ class Cluster:
 
     def config(self, **changes) -> PoolConfig:
         """For a client on this host; a small staging, patient unless a test says otherwise."""
-        told = {"local_host": self.host, "timeout_ms": 20_000, "staging_bytes": 4 << 20, "log": self.folder / "client.log"}
-        return PoolConfig(master=f"{self.host}:{self.port}", metadata=self.metadata, **(told | changes))
+        where = {"master": f"{self.host}:{self.port}", "local_host": self.host}
+        return PoolConfig(**(where | {"timeout_ms": 20_000, "staging_bytes": 4 << 20, "log": self.folder / "client.log"} | changes))
 
     def stop(self) -> None:
         for process in (*self.stores, self.master):
@@ -153,10 +152,10 @@ class Cable:
             for name in self.names.values():
                 _ip("netns", "add", name)
             _ip("link", "add", "veth-a", "netns", self.names["a"], "type", "veth", "peer", "name", "veth-b", "netns", self.names["b"])
-            for side, name in self.names.items():
-                _ip("-n", name, "addr", "add", f"{self.hosts[side]}/24", "dev", f"veth-{side}")
-                _ip("-n", name, "link", "set", f"veth-{side}", "up")
-                _ip("-n", name, "link", "set", "lo", "up")
+            for side in self.names:
+                self._ip(side, "addr", "add", f"{self.hosts[side]}/24", "dev", f"veth-{side}")
+                self._ip(side, "link", "set", f"veth-{side}", "up")
+                self._ip(side, "link", "set", "lo", "up")
         except BaseException:
             self.__exit__()
             raise
@@ -182,16 +181,21 @@ class Cable:
             os.close(home)
 
     def cut(self) -> None:
-        """Packets vanish, and nobody is told."""
-        self._loss("add")
+        """Packets vanish on the far side, and nobody is told."""
+        self._ip("a", "route", "add", "blackhole", self.hosts["b"])
 
     def mend(self) -> None:
-        self._loss("del")
+        self._ip("a", "route", "del", "blackhole", self.hosts["b"])
 
-    def _loss(self, verb: str) -> None:
-        # Not the link's end switched off, which the kernel would answer for: a firewall or a dead switch says nothing.
-        _run("ip", "-n", self.names["b"], "route", verb, "blackhole", "10.77.0.1/32")
-        _run("ip", "-n", self.names["a"], "route", verb, "blackhole", "10.77.0.2/32")
+    def unplug(self) -> None:
+        """The link is down on the far side: the near side loses its carrier."""
+        self._ip("a", "link", "set", "veth-a", "down")
+
+    def plug(self) -> None:
+        self._ip("a", "link", "set", "veth-a", "up")
+
+    def _ip(self, side: str, *arguments: str) -> None:
+        _ip("-n", self.names[side], *arguments)
 
 
 def _setns(descriptor: int) -> None:
@@ -201,9 +205,43 @@ def _setns(descriptor: int) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()} (network namespaces need root and iproute2)"
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()} (network namespaces need root and iproute2)"
+# -- what the tests look up
+
+ROWS, HEAD_DIM, OBJECT_BYTES = 20_000, 256, 1 << 20
+# What a lookup may take when it is told to wait for a second, on a machine whose cores are busy.
+BOUND_S = 3.0
+
+
+def filled(rows=ROWS, head_dim=HEAD_DIM, seed=0):
+    storage = RowStorage.allocate(rows, head_dim, home="pageable")
+    storage.write(0, *FillRule(head_dim, seed).rows(torch.arange(rows)))
+    return storage
+
+
+def random_ids(count, seed=0):
+    return torch.randint(0, ROWS, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def failure(rows, ids):
+    """The error of a lookup and the seconds it took."""
+    started = time.monotonic()
+    with pytest.raises(TableError) as caught:
+        rows.lookup(ids)
+    return str(caught.value), time.monotonic() - started
+
+
+def until_it_answers(rows, ids, seconds=20.0):
+    """Lookups until one is answered; every failure before is in time."""
+    give_up = time.monotonic() + seconds
+    while True:
+        started = time.monotonic()
+        try:
+            return rows.lookup(ids)
+        except TableError as error:
+            assert time.monotonic() - started < BOUND_S
+            assert time.monotonic() < give_up, error
+            time.sleep(0.05)

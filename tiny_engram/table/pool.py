@@ -42,18 +42,16 @@ def publish(
         source: rows, head_dim and ``read(first_row, count)``: a RowStorage, or a table file.
         digest: of the table, where it is known (table files carry it); None computes it, which reads the source once more.
         replicas: stores that hold each object; more than one needs as many stores.
-        object_bytes: the most bytes of one object; at most staging_bytes.
+        object_bytes: the most bytes of one object; staging_bytes is a limit too.
         progress: called with (rows done, rows in all).
 
     Raises:
         TableError: the pool is not reached, has no room, or did not keep what was sent. What was sent stays, unseen by readers.
     """
     check_name(name)
-    if source.rows < 1 or replicas < 1 or not 1 <= object_bytes <= config.staging_bytes:
-        raise TableError(
-            f"{source.rows} rows, {replicas} replicas, objects of {object_bytes} B: expected 1 or more, objects of at most "
-            f"staging_bytes ({config.staging_bytes})"
-        )
+    if source.rows < 1 or replicas < 1 or object_bytes < 1:
+        raise TableError(f"{source.rows} rows, {replicas} replicas, objects of {object_bytes} B: expected 1 or more of each")
+    object_bytes = min(object_bytes, config.staging_bytes)
     if digest is None:
         digest = table_digest(source.rows, source.head_dim, digest_blocks(source))
     manifest = Manifest.of(name, source.rows, source.head_dim, digest, object_bytes)

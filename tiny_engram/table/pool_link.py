@@ -32,7 +32,6 @@ class PoolConfig:
 
     Attributes:
         master: "HOST:PORT" of mooncake_master.
-        metadata: its metadata server, "http://HOST:PORT/metadata".
         local_host: this machine's address, as the stores reach it.
         protocol: "tcp" or "rdma".
         rdma_devices: for "rdma", names separated by commas; empty lets the engine choose.
@@ -44,7 +43,6 @@ class PoolConfig:
     """
 
     master: str
-    metadata: str
     local_host: str
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""
@@ -58,8 +56,6 @@ class PoolConfig:
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise TableError(f"pool master {self.master!r}: expected HOST:PORT of mooncake_master")
-        if not self.metadata.startswith(("http://", "https://")):
-            raise TableError(f"pool metadata {self.metadata!r}: expected http://HOST:PORT/metadata of mooncake_master")
         if not self.local_host:
             raise TableError("pool local_host is empty: expected this machine's address, as the stores reach it")
         if self.protocol not in ("tcp", "rdma") or self.on_failure not in get_args(OnFailure):
@@ -110,6 +106,14 @@ class Link:
             self._pinned = True
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostRegister(self.staging.data_ptr(), self.staging.numel(), 0)
+
+    def _let_go(self) -> None:
+        """Give the staging up; it is unmapped with its last view."""
+        if self._pinned:
+            with contextlib.suppress(RuntimeError):  # while the interpreter ends, CUDA may be gone
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaHostUnregister(self.staging.data_ptr())
+        os.close(self._memory)
 
     def request(self, deadline: float, method: str, *arguments: Any) -> Any:
         """Ask the worker, connecting first where there is no connection.
@@ -167,8 +171,9 @@ class Link:
     def _start(self, now: float) -> None:
         config = self.config
         ours, theirs = Pipe()
-        log = open(config.log, "ab") if config.log is not None else None  # noqa: SIM115
+        log = None
         try:
+            log = open(config.log, "ab") if config.log is not None else None  # noqa: SIM115
             # Its folder stays off the path (-P): modules there would hide others of the same name. A group of its own, since Ctrl-C is
             # for the program, and the program's end is what ends the worker.
             self._process = subprocess.Popen(
@@ -181,7 +186,7 @@ class Link:
             )
         except OSError as error:
             ours.close()
-            raise LinkError("engine", f"no process could be started for the connection ({error.strerror or error})") from error
+            raise LinkError("engine", f"the connection's process or its log cannot be opened ({error})") from error
         finally:
             theirs.close()
             if log is not None:
@@ -192,7 +197,7 @@ class Link:
         # Counted from the start: attempts that end at once must not follow each other without a pause.
         self._next_attempt = now + self._backoff
         self._backoff = min(2 * self._backoff, _BACKOFF_S[1])
-        settings = {name: getattr(config, name) for name in ("master", "metadata", "local_host", "protocol", "rdma_devices")}
+        settings = {name: getattr(config, name) for name in ("master", "local_host", "protocol", "rdma_devices")}
         with contextlib.suppress(OSError):  # it ended already: the answer says so
             ours.send(({**settings, "connect_s": seconds}, seconds))
 
@@ -228,7 +233,7 @@ class Link:
         try:
             process.wait(1.0)
         except subprocess.TimeoutExpired:  # stuck in the kernel: what it may still write must not be read by anyone
-            os.close(self._memory)
+            self._let_go()
             self._new_staging()
 
     def close(self) -> None:
@@ -238,8 +243,8 @@ class Link:
     def __del__(self) -> None:
         if getattr(self, "_process", None) is not None:
             self.drop()
-        with contextlib.suppress(OSError, AttributeError):
-            os.close(self._memory)
+        if hasattr(self, "_pinned"):
+            self._let_go()
 
 
 def way_out(kind: str, config: PoolConfig) -> str:

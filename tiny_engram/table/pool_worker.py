@@ -37,7 +37,6 @@ class Worker:
             socket.create_connection((host, int(port)), timeout=settings["connect_s"]).close()
         except OSError as error:
             raise Failed("unreachable", f"no master answers there ({error.strerror or error})") from error
-        os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # pyright: ignore
         except ImportError as error:
@@ -49,7 +48,7 @@ class Worker:
         # No segment: memory that this process lent would take objects with it when the process is ended.
         code = self._store.setup(
             settings["local_host"],
-            settings["metadata"],
+            "P2PHANDSHAKE",  # stores and clients tell each other: a metadata server would keep a name of every process that was ended
             0,
             _LOCAL_BUFFER,
             settings["protocol"],
@@ -144,7 +143,7 @@ class Worker:
 
 
 def serve(channel: Connection, staging: mmap.mmap) -> None:
-    """Connect, then answer requests (method, arguments, seconds) until the other side closes."""
+    """Connect, then answer requests (method, arguments, seconds) until the other side closes (EOFError)."""
     settings, seconds = channel.recv()
     worker, method, arguments = None, "", ()
     while True:
