@@ -1,6 +1,6 @@
 """A real pool for tests: one mooncake_master, stores that lend memory, each an own process; and two network namespaces joined by a cable.
 
-Everything listens on loopback or inside own namespaces, and ends with the test.
+Nothing but loopback and own namespaces is written to, and all of it ends with the test.
 """
 
 import contextlib

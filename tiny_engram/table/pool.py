@@ -79,8 +79,8 @@ def publish(
             if progress is not None:
                 progress(min((index + 1) * manifest.rows_per_object, manifest.rows), manifest.rows)
         # Last: a reader that finds the manifest finds every row, and one that finds the name finds the manifest.
-        ask("replace", manifest.key, manifest.encode())
-        ask("replace", current_key(name), digest.encode())
+        ask("replace", manifest.key, manifest.encode(), replicas)
+        ask("replace", current_key(name), digest.encode(), replicas)
     except LinkError as error:
         raise TableError(_message(config, name, error, started, "the table is not published")) from error
     finally:

@@ -15,8 +15,14 @@ from multiprocessing.connection import Connection
 
 _LOCAL_BUFFER = 16 << 20  # bytes that the engine wants for small objects
 # Codes of the engine that say something to a reader of an error.
-_MEANING = {-200: "no memory left in the stores", -703: "object is being written", -704: "object is not there", -800: "transfer failed"}
-_MEANING[-900] = "the master did not answer"
+_MEANING = {
+    -200: "no memory left in the stores",
+    -600: "its store is not reached, or the request makes no sense",
+    -703: "it is being written",
+    -704: "it is not there",
+    -800: "transfer failed",
+    -900: "the master did not answer",
+}
 _MISSING = -704
 
 
@@ -79,15 +85,18 @@ class Worker:
         return None if size < 0 else size
 
     def put(self, key: str, nbytes: int, replicas: int) -> None:
-        """Write the first bytes of the staging as an object that is never evicted."""
-        config = self._replicate()
-        config.replica_num = replicas
-        config.with_hard_pin = True
-        code = self._store.put_from(key, self._address, nbytes, config)
+        """Write the first bytes of the staging as an object; nothing here is ever evicted."""
+        code = self._store.put_from(key, self._address, nbytes, self._kept(replicas))
         # Putting an object that exists does nothing and is no error, so the size is what counts.
         found = self.size(key) if code == 0 else None
         if code or found != nbytes:
             raise Failed("engine", f"{key} of {nbytes:,} B was not stored: {_told(code) if code else f'it has {found} B'}")
+
+    def _kept(self, replicas: int):
+        config = self._replicate()
+        config.replica_num = replicas
+        config.with_hard_pin = True
+        return config
 
     def remove(self, key: str) -> None:
         """Remove an object, whoever reads it."""
@@ -95,11 +104,9 @@ class Worker:
         if code not in (0, _MISSING):
             raise Failed("engine", f"{key} could not be removed: {_told(code)}")
 
-    def replace(self, key: str, blob: bytes) -> None:
+    def replace(self, key: str, blob: bytes, replicas: int) -> None:
         """Write a small object, over an older one if there is one."""
-        config = self._replicate()
-        config.with_hard_pin = True
-        code = self._store.upsert(key, blob, config)
+        code = self._store.upsert(key, blob, self._kept(replicas))
         if code:
             raise Failed("engine", f"{key} was not stored: {_told(code)}")
 
