@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..row_gather.fused import DEVICE_TILE, HOST_TILE, MAX_CHUNK, WARPS, WORD_TYPES, scale_of, values_of, word_bytes
+from ..row_gather.fused import DEVICE_TILE, DEVICE_WARPS, HOST_TILE, HOST_WARPS, MAX_CHUNK, WORD_TYPES, dequantised, word_bytes
 from .reference import FIRST, SECOND, STEP
 
 # Over host memory a bounded number of programs walks the rows, as in row_gather; more of them, since most rows are hits.
@@ -76,6 +76,9 @@ def _hot_gather_kernel(
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     whole = place < WIDTH // WORD
+    group = chunk * (CHUNK * WORD // 32) + tl.arange(0, CHUNK * WORD // 32)
+    scaled = group < WIDTH // 32
+    value = chunk * (CHUNK * WORD) + tl.arange(0, CHUNK * WORD)
     hot_words = tl.cast(hot_payload, tl.pointer_type(WORD_TYPE))  # pyright: ignore[reportArgumentType]
     table_words = tl.cast(payload, tl.pointer_type(WORD_TYPE))  # pyright: ignore[reportArgumentType]
     found = tl.zeros([ROWS], dtype=tl.int64)
@@ -93,12 +96,11 @@ def _hot_gather_kernel(
         from_table = miss[:, None] & whole[None, :]
         # All loads stand before the first use of any. The masks never meet, and a masked load asks for nothing.
         cold = tl.load(table_words + at_table * (payload_stride // WORD) + place[None, :], mask=from_table, other=0)
-        cold_byte = tl.load(scale + at_table * scale_stride + (place * WORD // 32)[None, :], mask=from_table, other=0)
+        cold_byte = tl.load(scale + at_table * scale_stride + group[None, :], mask=miss[:, None] & scaled[None, :], other=0)
         warm = tl.load(hot_words + at_hot * (hot_payload_stride // WORD) + place[None, :], mask=from_hot, other=0)
-        warm_byte = tl.load(hot_scale + at_hot * hot_scale_stride + (place * WORD // 32)[None, :], mask=from_hot, other=0)
-        result = values_of(cold | warm, WORD) * scale_of(cold_byte | warm_byte)[:, :, None]
-        target = position[:, None, None] * WIDTH + (place * WORD)[None, :, None] + tl.arange(0, WORD)[None, None, :]
-        tl.store(out + target, result.to(out.dtype.element_ty), mask=asked[:, None, None] & whole[None, :, None])
+        warm_byte = tl.load(hot_scale + at_hot * hot_scale_stride + group[None, :], mask=hit[:, None] & scaled[None, :], other=0)
+        result = dequantised(cold | warm, cold_byte | warm_byte, WORD, ROWS, CHUNK).to(out.dtype.element_ty)
+        tl.store(out + position[:, None] * WIDTH + value[None, :], result, mask=asked[:, None] & (value < WIDTH)[None, :])
 
         found += hit.to(tl.int64)
         seen += (ids != -1).to(tl.int64)
@@ -171,7 +173,7 @@ def launch(
                 WORD_TYPES[word],
                 rows,
                 chunk,
-                num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+                num_warps=HOST_WARPS if over_bus else DEVICE_WARPS,  # pyright: ignore[reportCallIssue]
                 num_stages=1,  # pyright: ignore[reportCallIssue]
             )
     except ValueError as error:

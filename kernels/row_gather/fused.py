@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 # Bytes of payload that one program has in flight. Over the bus latency is what costs, so more rows are asked for at once.
-DEVICE_TILE = 2048
+DEVICE_TILE = 1024
 HOST_TILE = 4096
 HOST_PROGRAMS = 64
-WARPS = 4
+DEVICE_WARPS, HOST_WARPS = 2, 4
 # A row wider than this is read by several programs.
 MAX_CHUNK = 4096
 WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -130,7 +130,7 @@ def launch(
     word: int | None = None,
     tile: int | None = None,
     programs: int | None = None,
-    warps: int = WARPS,
+    warps: int | None = None,
 ) -> None:
     """Fill ``out``; the keyword arguments are for benchmarks, None is the rule.
 
@@ -168,7 +168,7 @@ def launch(
                 WORD_TYPES[word],
                 rows,
                 chunk,
-                num_warps=warps,  # pyright: ignore[reportCallIssue]
+                num_warps=warps or (HOST_WARPS if over_bus else DEVICE_WARPS),  # pyright: ignore[reportCallIssue]
                 num_stages=1,  # pyright: ignore[reportCallIssue]
             )
     except ValueError as error:

@@ -11,6 +11,9 @@ if not torch.cuda.is_available():
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    # A compiler traces with tensors that hold nothing, and may ask for leaves that require gradients.
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or torch.compiler.is_compiling():
+        return tensor
     if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor.fill_(float("nan"))
     if tensor.dtype in (torch.int32, torch.int64):
