@@ -135,9 +135,15 @@ def stopped(process: subprocess.Popen) -> Iterator[None]:
     """Stalled: there, holding its connections, doing nothing."""
     process.send_signal(signal.SIGSTOP)
     try:
+        wait_for("the stop", lambda: _states(process.pid) == {"T"})  # threads stop one by one
         yield
     finally:
         process.send_signal(signal.SIGCONT)
+
+
+def _states(pid: int) -> set[str]:
+    """The states of a process's threads, as in /proc."""
+    return {task.read_text().rpartition(") ")[2][0] for task in Path(f"/proc/{pid}/task").glob("*/stat")}
 
 
 class Cable:
