@@ -35,6 +35,38 @@ def modulo(x, prime, factor):
     return tl.where(remainder >= prime, remainder - prime, remainder)
 
 
+@triton.jit
+def narrow_by(prime):
+    """(bits of the prime, and two factors of 32 bits) with which `narrow_modulo` divides; 3 <= prime < 2**29, all uint32."""
+    bits = tl.zeros_like(prime)
+    for place in tl.static_range(29):
+        bits += ((prime >> place) > 0).to(tl.uint32)
+    one = tl.full(prime.shape, 1, tl.uint64)
+    second = (one << (31 + bits.to(tl.uint64))) // prime.to(tl.uint64)
+    # 2**32 for a power of two, which is none of the primes but may be tried.
+    return bits, 4294967295 // prime, tl.where(second > 4294967295, 4294967295, second).to(tl.uint32)
+
+
+@triton.jit
+def narrow_modulo(x, prime, bits, first, second):
+    """x mod prime for 0 <= x < 2**63 (uint64) and a prime below 2**29, in products of 32 bits: half the work of `modulo`.
+
+    The upper half first, as in `modulo`: its remainder r is below the prime. Then y = r * 2**32 + lower half is below prime * 2**32,
+    so that its quotient has 32 bits, and only the low 32 bits of y - quotient * prime are needed. Quotient: y without its lowest
+    `bits` (an error below 2), times 2**(31 + bits) / prime rounded down (below 2), rounded down (below 1): at most 4 too small.
+    """
+    upper = (x >> 32).to(tl.uint32)
+    lower = x.to(tl.uint32)
+    rest = upper - tl.umulhi(upper, first) * prime
+    rest = tl.minimum(rest, rest - prime)
+    top = (rest << (32 - bits)) | (lower >> bits)
+    quotient = ((top.to(tl.uint64) * second.to(tl.uint64)) >> 31).to(tl.uint32)
+    rest = lower - quotient * prime
+    rest = tl.minimum(rest, rest - 4 * prime)
+    rest = tl.minimum(rest, rest - 2 * prime)
+    return tl.minimum(rest, rest - prime)
+
+
 @triton.jit(
     do_not_specialize=[
         *("pad_id", "tokens", "length", "blocked_row", "blocked_time", "history_row", "history_time"),
@@ -68,6 +100,7 @@ def _ngram_hash_kernel(
     PADDED_HEADS: tl.constexpr,
     PADDED_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Program (p, s): the (s + 2)-grams that end at the tokens of every num_programs-th block; strides are those of ``[rows, time]``."""
@@ -81,12 +114,19 @@ def _ngram_hash_kernel(
     before = tl.sum(tl.load(primes + column, mask=column < first, other=0), axis=0)
     offset = before + tl.cumsum(prime, axis=0) - prime
     factor = modulo_by(prime)
+    # What a modulus of the published sizes allows; padding heads hold 2 and are never stored.
+    narrow = (tl.max(prime, axis=0) < 536870912) & (tl.min(tl.where(real, prime, 3), axis=0) > 2)
+    small = tl.where(narrow & real, prime, 3).to(tl.uint32)
+    bits, first_factor, second_factor = narrow_by(small)
 
     for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
         start = tl.cast(block, tl.int64) * BLOCK if WIDE else block * BLOCK
         token = start + tl.arange(0, BLOCK)
         asked = token < tokens
-        row = (token // length).to(tl.int64)
+        if ONE_ROW:
+            row = tl.zeros([BLOCK], dtype=tl.int64)
+        else:
+            row = (token // length).to(tl.int64)
         time = token.to(tl.int64) - row * length
         running = tl.zeros([BLOCK], dtype=tl.int64)
         if salt is not None:
@@ -112,9 +152,14 @@ def _ngram_hash_kernel(
             # Once one look-back is blocked every older one is pad too: an n-gram never reaches across a gap.
             term = tl.where(dead, pad_id, look_back) * tl.load(multipliers + back)
             running = running ^ tl.where(back <= reach, term, 0)
-        x, divisor = tl.broadcast(running.to(tl.uint64)[:, None], prime.to(tl.uint64)[None, :])
-        _, reciprocal = tl.broadcast(x, factor[None, :])
-        result = modulo(x, divisor, reciprocal).to(tl.int64) + offset[None, :]
+        x = tl.broadcast_to(running.to(tl.uint64)[:, None], [BLOCK, PADDED_HEADS])
+        if narrow:
+            remainder = narrow_modulo(x, small[None, :], bits[None, :], first_factor[None, :], second_factor[None, :]).to(tl.int64)
+        else:
+            divisor = tl.broadcast_to(prime.to(tl.uint64)[None, :], [BLOCK, PADDED_HEADS])
+            reciprocal = tl.broadcast_to(factor[None, :], [BLOCK, PADDED_HEADS])
+            remainder = modulo(x, divisor, reciprocal).to(tl.int64)
+        result = remainder + offset[None, :]
         target = token.to(tl.int64)[:, None] * columns + (first + head)[None, :]
         tl.store(out + target, result, mask=asked[:, None] & real[None, :])
 
@@ -184,6 +229,7 @@ def launch(
             padded,
             1 << ((order - 1) * heads - 1).bit_length(),
             block,
+            tokens == shape[-1],
             tokens + block >= 2**31,
             num_warps=warps,  # pyright: ignore[reportCallIssue]
             num_stages=1,  # pyright: ignore[reportCallIssue]

@@ -122,10 +122,17 @@ def test_any_order_window_type_and_layout(heads):
             assert out[b].tolist() == rule, (order, batch, length, kind)
 
 
-def test_the_modulo_is_exact_at_the_extremes():
-    moduli = [2, 3, 5, 2**31 - 1, 2**32 + 15, 16_000_057, 2**61 - 1, 2**62 - 57, 2**62 - 1]
+@pytest.mark.parametrize(
+    "moduli",
+    [
+        [2, 3, 5, 2**31 - 1, 2**32 + 15, 16_000_057, 2**61 - 1, 2**62 - 57, 2**62 - 1],
+        [3, 4, 5, 7, 8, 9, 1021, 2**24, 16_000_057, 2**25 - 39, 2**28, 2**28 + 1, 2**29 - 3, 2**29 - 1],  # all fit the narrow division
+        [3, 2**29],  # the least that does not
+    ],
+)
+def test_the_modulo_is_exact_at_the_extremes(moduli):
     around = [m * k + d for m in moduli for k in (1, (2**63 - 2) // m) for d in (-1, 0, 1)]
-    values = [x for x in (*around, 0, 1, 2**63 - 1, 2**62, 2**63 - 2**10) if 0 <= x < 2**63]
+    values = [x for x in (*around, 0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**62, 2**63 - 2**10) if 0 <= x < 2**63]
     # Id 0 hashes to 0, so the salt alone meets the moduli.
     out = ngram_hash(
         torch.zeros(len(values), dtype=torch.uint8),
