@@ -60,7 +60,7 @@ def ngram_hash(
     for tensor in (multipliers, primes, blocked, history, history_blocked, salt):
         if tensor is not None and tensor.device != canonical.device:
             raise ValueError(f"canonical is on {canonical.device}, another argument on {tensor.device}: expected one device")
-    direct = type(canonical) is torch.Tensor and not torch.compiler.is_compiling()
+    direct = type(canonical) is torch.Tensor and not canonical.is_meta and not torch.compiler.is_compiling()
     return (_rows if direct else _op)(canonical, multipliers, primes, pad_id, blocked, history, history_blocked, salt)
 
 

@@ -119,14 +119,12 @@ def _ngram_hash_kernel(
     small = tl.where(narrow & real, prime, 3).to(tl.uint32)
     bits, first_factor, second_factor = narrow_by(small)
 
-    for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+    # Not tl.cdiv, whose sum passes 2**31 where the tokens just do not.
+    for block in range(tl.program_id(0), (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
         start = tl.cast(block, tl.int64) * BLOCK if WIDE else block * BLOCK
         token = start + tl.arange(0, BLOCK)
         asked = token < tokens
-        if ONE_ROW:
-            row = tl.zeros([BLOCK], dtype=tl.int64)
-        else:
-            row = (token // length).to(tl.int64)
+        row = tl.zeros([BLOCK], dtype=tl.int64) if ONE_ROW else (token // length).to(tl.int64)
         time = token.to(tl.int64) - row * length
         running = tl.zeros([BLOCK], dtype=tl.int64)
         if salt is not None:
@@ -152,13 +150,19 @@ def _ngram_hash_kernel(
             # Once one look-back is blocked every older one is pad too: an n-gram never reaches across a gap.
             term = tl.where(dead, pad_id, look_back) * tl.load(multipliers + back)
             running = running ^ tl.where(back <= reach, term, 0)
-        x = tl.broadcast_to(running.to(tl.uint64)[:, None], [BLOCK, PADDED_HEADS])
+        # Below 0 are only ids below 0 and products beyond 2**63, so that the work for them stands aside. There, as % does,
+        # x mod p = p - 1 - (~x mod p).
+        below = tl.min((running >> 32).to(tl.int32), axis=0) < 0
+        folded = (running ^ (running >> 63)).to(tl.uint64)
+        x = tl.broadcast_to(folded[:, None], [BLOCK, PADDED_HEADS])
         if narrow:
             remainder = narrow_modulo(x, small[None, :], bits[None, :], first_factor[None, :], second_factor[None, :]).to(tl.int64)
         else:
             divisor = tl.broadcast_to(prime.to(tl.uint64)[None, :], [BLOCK, PADDED_HEADS])
             reciprocal = tl.broadcast_to(factor[None, :], [BLOCK, PADDED_HEADS])
             remainder = modulo(x, divisor, reciprocal).to(tl.int64)
+        if below:
+            remainder = tl.where((running < 0)[:, None], prime[None, :] - 1 - remainder, remainder)
         result = remainder + offset[None, :]
         target = token.to(tl.int64)[:, None] * columns + (first + head)[None, :]
         tl.store(out + target, result, mask=asked[:, None] & real[None, :])
