@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tiny_engram.table.fill_rule import FillRule
-from tiny_engram.table.host_gather import HostGather, chunks, gather_records
+from tiny_engram.table.host_gather import HostGather, gather_records, gathering
+from tiny_engram.table.native_gather import VARIABLE
 from tiny_engram.table.storage import RowStorage
 
 CPU = torch.device("cpu")
@@ -35,14 +36,53 @@ def test_nothing_outside_the_table_is_read(layout, bad):
         gather_records(storage, torch.tensor([3, bad]), torch.zeros(2, storage.row_bytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 63, 64, 1000])
-@pytest.mark.parametrize("largest", [1, 3, 16, 64])
-def test_chunks_cover_all_rows_in_order(count, largest):
-    pieces = list(chunks(count, largest))
-    assert [row for start, stop in pieces for row in range(start, stop)] == list(range(count))
-    sizes = [stop - start for start, stop in pieces]
-    assert all(size <= largest for size in sizes) and sizes[:-1] == sorted(sizes[:-1])
-    assert count < largest or sizes[0] == max(1, largest // 4)
+def test_index_select_by_words_gives_the_same_bytes():
+    for head_dim, count in ((256, 9000), (32, 9000)):  # rows of 264 B are words of 8 bytes, rows of 33 B are not
+        storage, rule = filled(300, head_dim)
+        ids = torch.randint(0, 300, (count,))
+        out = torch.zeros(count, storage.row_bytes, dtype=torch.uint8)
+        gather_records(storage, ids, out)
+        assert torch.equal(out, rule.records(ids))
+
+
+@pytest.fixture(params=["native", "index_select"], autouse=True)
+def gathered_by(request, monkeypatch):
+    """Both ways to gather; without a C compiler a CUDA machine has the second alone."""
+    if request.param == "index_select":
+        monkeypatch.setenv(VARIABLE, "0")
+    assert gathering().startswith("native" if request.param == "native" else "torch.index_select (no native gather: TINY_ENGRAM_NATIVE=0)")
+    return request.param
+
+
+def test_chunks_go_by_the_lookups_size(gathered_by):
+    gather = HostGather(filled(10)[0], CPU)
+    sizes = [gather.chunk_rows(count) for count in (1, 1000, 16_384, 65_536, 100_000, 262_144, 1 << 20)]
+    native = [4096, 4096, 4096, 8192, 16_384, 16_384, 16_384]
+    assert sizes == (native if gathered_by == "native" else [1, 1024, 16_384, 65_536, 65_536, 65_536, 65_536])
+    assert HostGather(filled(10)[0], CPU, chunk_rows=5).chunk_rows(1000) == 5
+
+
+def test_ids_outside_are_refused_and_the_next_lookup_is_right(gathered_by):
+    storage, rule = filled(200)
+    gather = HostGather(storage, CPU, chunk_rows=8)
+    ids = torch.arange(100)
+    out = torch.empty(100, 64)
+    for bad in (-1, 200, 2**62, -(2**63)):
+        with pytest.raises(IndexError):
+            gather.read(ids.where(ids != 77, bad), out)
+        gather.read(ids, out)
+        assert torch.equal(out, rule.values(ids))
+
+
+def test_a_lookup_broken_off_leaves_nothing_open():
+    storage, rule = filled(200)
+    gather = HostGather(storage, CPU, chunk_rows=8)
+    ids, out = torch.arange(100), torch.empty(100, 64)
+    for _ in range(3):
+        with pytest.raises((ValueError, RuntimeError)):
+            gather.read(ids, torch.empty(100, 32))
+        gather.read(ids, out)
+        assert torch.equal(out, rule.values(ids))
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 16, 17, 100])
@@ -76,8 +116,10 @@ def test_staging_does_not_grow_with_the_lookup():
     storage, _ = filled(200)
     gather = HostGather(storage, CPU, chunk_rows=8)
     gather.read(torch.zeros(5000, dtype=torch.int64), torch.empty(5000, 64))
-    assert 0 < gather.staging_bytes <= 3 * 8 * storage.row_bytes
-    assert HostGather(storage, CPU).chunk_rows * storage.row_bytes <= 8 << 20
+    assert 0 < gather.staging_bytes <= 4 * 8 * storage.row_bytes
+    large = HostGather(storage, CPU)
+    large.read(torch.zeros(300_000, dtype=torch.int64), torch.empty(300_000, 64))
+    assert 0 < large.staging_bytes <= (1 << 17) * storage.row_bytes
 
 
 @pytest.mark.gpu

@@ -128,19 +128,19 @@ _CURVES = ("zero_copy", "cpu_gather", "deduplicate")
 
 
 def default_costs(row_bytes: int, table_bytes: int) -> LookupCosts:
-    """Costs where nothing was measured: those of one H200 with 16 CPU cores and PCIe gen5 x16.
+    """Costs where nothing was measured: those of one H200 with 16 CPU cores and PCIe gen5 x16, for ids not read before.
 
-    Reading in place takes some 23 to 34 ns a row of up to 512 B, since each row is an address to translate, and 11 ns where
-    the table has 1 GiB or less. The CPU's path starts at 90 us (ids to the host, a gather, a copy, a launch), then runs at
-    the speed of the copy, 52 GB/s.
+    Reading in place takes some 30 ns a row of up to 512 B, since each row is an address to translate, and 11 ns where the table
+    has 1 GiB or less. The CPU's path starts at 150 us (ids to the host, the first chunk's gather, a launch), then runs at the
+    speed of the copy, 52 GB/s; it is the one of the native gather.
     """
     wide = max(1.0, row_bytes / 512)
-    large = ((64, 24.0), (1024, 27.0), (16_384, 378.0 * wide), (65_536, 1480.0 * wide), (262_144, 8200.0 * wide))
+    large = ((64, 24.0), (1024, 45.0), (16_384, 490.0 * wide), (65_536, 1970.0 * wide), (262_144, 8200.0 * wide))
     small = ((64, 24.0), (1024, 26.0), (65_536, 720.0 * wide))
     copied = row_bytes / 52e3  # us a row
     return LookupCosts(
         zero_copy=Curve(small if table_bytes <= 1 << 30 else large),
-        cpu_gather=Curve(tuple((rows, 90.0 + copied * rows) for rows in (256, 262_144))),
+        cpu_gather=Curve(tuple((rows, 150.0 + copied * rows) for rows in (256, 262_144))),
         deduplicate=Curve(((1024, 60.0), (1 << 20, 300.0))),
     )
 
@@ -178,11 +178,11 @@ def cache_path() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-engram" / "lookup-costs.json"
 
 
-def machine_key(device: torch.device, row_bytes: int, table_bytes: int, home: str, layout: str) -> str:
-    """What a measurement holds for: processor, cores, torch, and a table of about this size and kind."""
+def machine_key(device: torch.device, row_bytes: int, table_bytes: int, home: str, layout: str, gathering: str) -> str:
+    """What a measurement holds for: processor, cores, torch, who gathers, and a table of about this size and kind."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = f"{name}|{os.cpu_count()} cores|{torch.get_num_threads()} threads|torch {torch.__version__}"
-    return f"{machine}|{row_bytes} B|2^{max(table_bytes, 1).bit_length()} B|{home}|{layout}"
+    return f"{machine}|{row_bytes} B|2^{max(table_bytes, 1).bit_length()} B|{home}|{layout}|{gathering}"
 
 
 @dataclasses.dataclass

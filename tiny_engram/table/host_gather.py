@@ -1,32 +1,44 @@
-"""Rows out of host memory by the CPU: gathered in chunks into pinned staging, copied to the device while the next chunk is gathered.
+"""Rows out of host memory by the CPU: gathered in chunks into pinned staging, copied to the device while the next ones are gathered.
 
-The gather is one torch.index_select a chunk: it copies rows with all of torch's threads and refuses ids outside the table.
-Python threads around numpy were 5 to 20 times slower on 16 cores, which hand the interpreter's lock around. Launchers that set
-OMP_NUM_THREADS=1 (torchrun does) leave one thread: raise it, or call torch.set_num_threads. Imports torch, kernels, and
-tiny_engram.table.storage for its type.
+Threads in C gather (native_gather.py): one job for a whole lookup, whose chunks leave for the device as they are done. Without
+a C compiler each chunk is one torch.index_select, which is slower on rows that no cache holds, and wakes torch's threads for
+every chunk. Python threads around numpy were slower than either by far, handing the interpreter's lock around. Imports torch,
+kernels, and tiny_engram.table.{native_gather,storage}.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+import warnings
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
 
 from tiny_engram.kernels.row_gather import row_gather
 
+from . import native_gather
 from .storage import RowStorage
 
-__all__ = ["HostGather", "chunks", "gather_records"]
+__all__ = ["HostGather", "gather_records", "gathering"]
 
-# The device's copy engine is slower than the gather (52 to 70 GB/s): chunks need only be large enough that starting a
-# copy costs little, and three of them let the gather run ahead.
-_CHUNK_BYTES = 8 << 20
-_CHUNKS_HELD = 3
+# A copy must last longer (80 us for 16,384 rows of 264 B) than it takes to start, and the first chunk's gather and the last
+# one's copy have nothing to hide behind: chunks are an eighth of a lookup, between these.
+_LEAST_ROWS, _MOST_ROWS = 4096, 16_384
+_SLOTS = 4  # chunks of staging; small enough for the copy to find them in the caches
 _GROUP_CHUNKS = 2  # chunks that one launch dequantises
+_SELECTED_ROWS, _SELECTED_SLOTS = 65_536, 2  # of index_select: each call wakes torch's threads, 90 us
+_WIDE_ROWS = 8192  # from here on index_select is faster by words of 8 bytes, below it splits finer by bytes
+
+_warned = False
+
+
+def gathering() -> str:
+    """Who gathers, in words."""
+    pool = native_gather.shared_pool()
+    return f"native gather, {pool.threads} threads" if pool else f"torch.index_select (no native gather: {native_gather.reason()})"
 
 
 def gather_records(storage: RowStorage, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows as records, whatever the table's layout.
+    """Copy rows as records, whatever the table's layout, by torch.index_select.
 
     Args:
         storage: a table in host memory, R rows.
@@ -36,73 +48,96 @@ def gather_records(storage: RowStorage, ids: torch.Tensor, out: torch.Tensor) ->
     Raises:
         IndexError: an id is outside the table; nothing outside is read.
     """
-    if storage.records is not None:
-        torch.index_select(storage.records, 0, ids, out=out)
-        return
     head_dim = storage.head_dim
-    torch.index_select(storage.payload.view(torch.uint8), 0, ids, out=out[:, :head_dim])
-    torch.index_select(storage.scale, 0, ids, out=out[:, head_dim:])
-
-
-def chunks(count: int, largest: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the pieces of ``count`` rows: small ones first, so that copying starts early, then ``largest``."""
-    start, size = 0, max(1, largest // 4)
-    while start < count:
-        stop = min(count, start + size)
-        yield start, stop
-        start, size = stop, min(largest, size * 2)
+    if storage.records is None:
+        torch.index_select(storage.payload.view(torch.uint8), 0, ids, out=out[:, :head_dim])
+        torch.index_select(storage.scale, 0, ids, out=out[:, head_dim:])
+    elif storage.row_bytes % 8 or ids.numel() <= _WIDE_ROWS or storage.records.data_ptr() % 8 or out.data_ptr() % 8:
+        torch.index_select(storage.records, 0, ids, out=out)
+    else:
+        torch.index_select(storage.records.view(torch.int64), 0, ids, out=out.view(torch.int64))
 
 
 class HostGather:
     """Reads rows of a table in host memory onto a device; on a CPU the same steps run without streams.
 
-    Memory it holds: three chunks of 8 MiB, pinned; on the device 32 MiB, and the distinct rows of the largest `expand` so far.
-    Not for use by several threads at once.
+    Memory it holds for rows of 264 B: 17 MB of pinned staging, 35 MB without the native gather; on the device as much, and the
+    distinct rows of the largest `expand` so far. Not for use by several threads at once.
 
     Args:
         storage: a table in host memory.
         device: where rows go.
-        chunk_rows: rows of one chunk; None takes what fills 8 MiB.
+        chunk_rows: rows of one chunk; None goes by the lookup's size.
+        pool: the threads that gather; None takes the process's, or torch.index_select where there are none.
     """
 
-    def __init__(self, storage: RowStorage, device: torch.device, *, chunk_rows: int | None = None):
+    def __init__(
+        self,
+        storage: RowStorage,
+        device: torch.device,
+        *,
+        chunk_rows: int | None = None,
+        pool: native_gather.GatherPool | None = None,
+    ):
         self._storage = storage
         self._device = device
         self._cuda = device.type == "cuda"
-        self.chunk_rows = chunk_rows or max(1, _CHUNK_BYTES // storage.row_bytes)
+        self._chunk_rows = chunk_rows
+        self._pool = pool or native_gather.shared_pool()
+        if self._cuda and self._pool is None:
+            _warn()
+        self._slots = _SELECTED_SLOTS if self._pool is None else _SLOTS
         self._copies: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._chunks = [_Buffer(device, storage.row_bytes, on_host=True) for _ in range(_CHUNKS_HELD)]
+        self._copied: list[Any] = [torch.cuda.Event() for _ in range(self._slots)] if self._cuda else []
+        self._staging = _Buffer(device, storage.row_bytes, on_host=True)
         self._groups = [_Buffer(device, storage.row_bytes) for _ in range(2)]
         self._distinct = _Buffer(device, storage.row_bytes)
-        self._turn = 0
         self._places = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of host staging held now."""
-        return sum(buffer.records.numel() for buffer in self._chunks)
+        return self._staging.records.numel()
+
+    def alert(self) -> None:
+        """A lookup is about to come, once its ids are known: wake the threads meanwhile."""
+        if self._pool is not None:
+            self._pool.alert()
+
+    def chunk_rows(self, count: int) -> int:
+        """Rows of the chunks that a lookup of ``count`` rows is cut into."""
+        if self._chunk_rows is not None:
+            return self._chunk_rows
+        if self._pool is None:
+            return min(_SELECTED_ROWS, _power(count))
+        return min(_MOST_ROWS, max(_LEAST_ROWS, _power(count // 8)))
 
     def read(self, ids: torch.Tensor, out: torch.Tensor, absent: torch.Tensor | None = None) -> None:
         """Rows of ``ids`` into ``out``, enqueued on the current stream.
 
         Args:
-            ids: int64 ``[N]`` on the CPU, in ``[0, R)``.
+            ids: int64 ``[N]`` on the CPU, in ``[0, R)``; pinned, or at least at hand: they are read at once.
             out: ``[N, D]`` on the device, contiguous.
             absent: bool ``[N]`` on the device: rows to be zeros, whatever their id.
         """
-        step = self.chunk_rows * _GROUP_CHUNKS
-        if self._places.numel() < min(step, ids.numel()):
-            self._places = torch.arange(step, device=self._device)
-        for turn, start in enumerate(range(0, ids.numel(), step)):
-            stop = min(start + step, ids.numel())
-            group = self._groups[turn % 2]
-            places = self._places[: stop - start]
-            if absent is not None:
-                places = places.masked_fill(absent[start:stop], -1)
-            # Only the first chunks of a call have nothing to hide behind.
+        count = ids.numel()
+        step = min(count, self.chunk_rows(count) * _GROUP_CHUNKS)
+        if self._places.numel() < step:
+            with torch.inference_mode(False):
+                self._places = torch.arange(step, device=self._device)
+        for group in self._groups:
             group.hold(step)
-            self._stage(ids[start:stop], group, ramp=turn == 0)
-            self._dequantise(group, places, out[start:stop])
+        with closing(self._chunks(ids)) as chunks:
+            for start, stop, records in chunks:
+                turn, offset = divmod(start, step)
+                group = self._groups[turn % 2]
+                self._copy(records, group, offset)
+                if stop == count or stop - start + offset == step:
+                    first = start - offset
+                    places = self._places[: stop - first]
+                    if absent is not None:
+                        places = places.masked_fill(absent[first:stop], -1)
+                    self._dequantise(group, places, out[first:stop])
 
     def expand(self, ids: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
         """Rows ``ids[inverse]`` into ``out``, each fetched once.
@@ -114,31 +149,57 @@ class HostGather:
         """
         if ids.numel() > self._distinct.records.shape[0]:
             self._distinct.hold(max(ids.numel(), 2 * self._distinct.records.shape[0]))
-        self._stage(ids, self._distinct, ramp=True)
+        with closing(self._chunks(ids)) as chunks:
+            for start, _, records in chunks:
+                self._copy(records, self._distinct, start)
         self._dequantise(self._distinct, inverse, out)
 
-    def _stage(self, ids: torch.Tensor, target: "_Buffer", *, ramp: bool) -> None:
-        """Bring records to the device; the current stream waits for them."""
+    def _chunks(self, ids: torch.Tensor) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+        """(start, stop, records) of each chunk in order, in staging; what is enqueued on the copying stream till the next may read it."""
         count = ids.numel()
-        if self._cuda:
-            self._copies.wait_event(target.free)
-        pieces = chunks(count, self.chunk_rows) if ramp else _even(count, self.chunk_rows)
+        size = self.chunk_rows(count)
+        starts = range(0, count, size)
+        slots = min(self._slots, max(1, len(starts)))
+        # Slots lie elsewhere when sizes change: the copies of the lookup before are to be done with all of them.
+        for event in self._copied:
+            event.synchronize()
+        self._staging.hold(slots * size)
+        staging = self._staging.records[: slots * size]
+        pool = self._pool
+        with nullcontext() if pool is None else pool.job(self._storage, ids.contiguous(), staging, chunk_rows=size) as job:
+            free = slots  # chunks that may be written
+            for chunk, start in enumerate(starts):
+                stop = min(count, start + size)
+                while free < len(starts) and free - slots < chunk and (free <= chunk or self._is_copied(free % slots)):
+                    if self._cuda:
+                        self._copied[free % slots].synchronize()
+                    free += 1
+                    if job is not None:
+                        job.release(free)
+                held = staging[chunk % slots * size :][: stop - start]
+                if job is None:
+                    gather_records(self._storage, ids[start:stop], held)
+                else:
+                    job.wait(chunk)
+                try:
+                    yield start, stop, held
+                finally:
+                    if self._cuda:
+                        self._copied[chunk % slots].record(self._copies)
+
+    def _is_copied(self, slot: int) -> bool:
+        return not self._cuda or self._copied[slot].query()
+
+    def _copy(self, records: torch.Tensor, target: "_Buffer", offset: int) -> None:
+        """Bring records to the device on the copying stream, behind the last use of what they overwrite."""
         with torch.cuda.stream(self._copies) if self._cuda else nullcontext():
-            for start, stop in pieces:
-                chunk = self._chunks[self._turn]
-                self._turn = (self._turn + 1) % _CHUNKS_HELD
-                if self._cuda:
-                    chunk.free.synchronize()  # the copy out of it that was started three chunks ago
-                chunk.hold(self.chunk_rows)
-                held = chunk.records[: stop - start]
-                gather_records(self._storage, ids[start:stop], held)
-                target.records[start:stop].copy_(held, non_blocking=True)
-                if self._cuda:
-                    chunk.free.record(self._copies)
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._copies)
+            if self._cuda and offset == 0:
+                self._copies.wait_event(target.free)
+            target.records[offset : offset + records.shape[0]].copy_(records, non_blocking=True)
 
     def _dequantise(self, source: "_Buffer", places: torch.Tensor, out: torch.Tensor) -> None:
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
         head_dim = self._storage.head_dim
         payload = source.records[:, :head_dim].view(torch.float8_e4m3fn)
         row_gather(payload, source.records[:, head_dim:], places, bounds="ignore", out=out)
@@ -146,8 +207,22 @@ class HostGather:
             source.free.record(torch.cuda.current_stream(self._device))
 
 
-def _even(count: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(count, start + size)) for start in range(0, count, size))
+def _power(count: int) -> int:
+    """The power of two from ``count`` on."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _warn() -> None:
+    """Once in a process: lookups are slower than they need be."""
+    global _warned
+    if not _warned and native_gather.reason() != f"{native_gather.VARIABLE}=0":
+        _warned = True
+        warnings.warn(
+            f"rows are gathered by torch.index_select, which is slower: {native_gather.reason()}; install a C compiler, "
+            f"or set {native_gather.VARIABLE}=0 to have it so",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 class _Buffer:

@@ -16,7 +16,7 @@ from tiny_engram.kernels.row_gather import bounds as outside
 from tiny_engram.kernels.unique_ids import unique_ids
 
 from .costs import LookupCosts, machine_key, measure, resolve
-from .host_gather import HostGather
+from .host_gather import HostGather, gathering
 from .storage import RowStorage
 
 __all__ = ["LookupPlanner", "Path"]
@@ -42,7 +42,7 @@ class LookupPlanner:
         device: where ids are given and rows are wanted.
         costs: what the choice rests on; None takes those kept on this machine, or measures them at the first lookup of more
             than 512 rows (a second or two).
-        chunk_rows: rows that the CPU gathers at a time; None takes 8 MiB of them.
+        chunk_rows: rows that the CPU gathers at a time; None goes by the lookup's size.
 
     Raises:
         TableError: rows of one device asked for on another.
@@ -74,7 +74,7 @@ class LookupPlanner:
         storage = self.storage
         if self._given_costs is not None:
             return self._given_costs
-        key = machine_key(self.device, storage.row_bytes, storage.nbytes, storage.home, storage.layout)
+        key = machine_key(self.device, storage.row_bytes, storage.nbytes, storage.home, storage.layout, gathering())
         return resolve(key, row_bytes=storage.row_bytes, table_bytes=storage.nbytes, run=self._measure)
 
     @cached_property
@@ -111,8 +111,8 @@ class LookupPlanner:
         if self._here:
             return f"the rows are on {self.device}, where they are asked for: one gather"
         if not self._readable:
-            return f"home {self.storage.home!r} is not registered with the GPU: every lookup goes over the CPU"
-        return self.costs.explain(self.distinct_share)
+            return f"home {self.storage.home!r} is not registered with the GPU: every lookup goes over the CPU, by {gathering()}"
+        return f"{self.costs.explain(self.distinct_share)}\ncpu_gather by {gathering()}"
 
     def lookup(
         self,
@@ -213,6 +213,8 @@ class LookupPlanner:
     def _span(self, flat: torch.Tensor, out: torch.Tensor, bounds: Bounds, violations: torch.Tensor | None, deduplicate: bool) -> int:
         """Rows of up to 2**20 ids; returns how many were fetched."""
         rows = self.storage.rows
+        if flat.is_cuda:
+            self._gather.alert()  # the ids take about as long to come as threads to wake
         inverse = distinct = None
         fetched = flat
         if deduplicate:
