@@ -69,6 +69,19 @@ def test_every_payload_byte_under_every_scale_byte(name, dtype):
     assert same(out, dequantize_blocks(payload, scale).to(dtype))
 
 
+@pytest.mark.parametrize("width", [32, 96, 256])
+def test_the_float8_unit_makes_the_same_values(width):
+    """The way that devices with a float8 unit take. The interpreter reads e4m3's two NaNs as +-480; a device test has them."""
+    from tiny_engram.kernels.row_gather.fused import launch
+
+    payload, scale = table(70, width, "record", pad=width // 32 * 7 % 8)
+    payload.view(torch.uint8)[payload.isnan()] = 126
+    ids = torch.tensor([3, -1, 69, 0, 0, 70, *range(64)])
+    out, bad = torch.empty(len(ids), width), torch.zeros(2, dtype=torch.int64)
+    launch(payload, scale, ids, 0, 70, out, bad, float8=True)
+    assert same(out, expected(payload, scale, ids.tolist(), torch.float32)) and bad.tolist() == [1, 70]
+
+
 def test_ids_of_any_shape_and_stride_and_a_table_of_strided_rows():
     payload, scale = table(9, 64, "record", pad=3)
     ids = torch.arange(24).remainder(9).view(2, 3, 4).transpose(0, 2)[::2]
