@@ -1,7 +1,6 @@
 """Row gather and n-gram hash on a GPU: checked, then timed, and kept in benchmarks/results/kernels.json, section "gather".
 
-    PYTHONPATH=. python3 benchmarks/gather.py              # some two minutes; a 16 GiB device table, 4 GiB of pinned memory
-    PYTHONPATH=. python3 benchmarks/gather.py --full       # 16 GiB of pinned memory too
+    PYTHONPATH=. python3 benchmarks/gather.py              # half a minute; 16 GiB on the device, 16 GiB of registered memory
     PYTHONPATH=. python3 benchmarks/gather.py --tune       # sweeps launch configurations; keeps nothing
     PYTHONPATH=. python3 benchmarks/gather.py --sanitize   # one small checked run of each kernel, for compute-sanitizer
     PYTHONPATH=. python3 benchmarks/gather.py --dry        # tiny sizes, also without a GPU; keeps nothing
@@ -36,6 +35,7 @@ from tiny_engram.kernels.block_quant import dequantize_blocks
 from tiny_engram.kernels.ngram_hash import fused as hash_kernel
 from tiny_engram.kernels.row_gather import fused as gather_kernel
 from tiny_engram.kernels.row_gather import row_gather
+from tiny_engram.table.host_memory import HostBlock
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -281,7 +281,6 @@ def tune(memory: torch.Tensor, pinned: torch.Tensor, clock: Clock) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="16 GiB of pinned memory instead of 4")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--tune", action="store_true", help="sweep launch configurations; keeps nothing")
     modes.add_argument("--sanitize", action="store_true", help="one small checked run of each kernel; keeps nothing")
@@ -290,10 +289,10 @@ def main() -> None:
     small = args.dry or args.sanitize
     need(CUDA or args.dry, "there is no CUDA device: --dry runs without one")
     torch.manual_seed(0)
-    device_rows, host_rows = (1000, 1000) if small else ((16 << 30) // RECORD, ((16 if args.full else 4) << 30) // RECORD)
-    memory = torch.randint(0, 256, (device_rows * RECORD,), dtype=torch.uint8, device=DEVICE)
-    pinned = torch.empty(host_rows * RECORD, dtype=torch.uint8, pin_memory=CUDA)
-    pinned.copy_(memory[: pinned.numel()])
+    memory = torch.randint(0, 256, ((1000 if small else (16 << 30) // RECORD) * RECORD,), dtype=torch.uint8, device=DEVICE)
+    # As tables are held: huge pages, registered.
+    pinned = HostBlock.allocate(memory.numel()).tensor
+    pinned.copy_(memory)
     with implementation("triton"):
         if args.sanitize:
             for name, held in (("device", memory), ("pinned", pinned)):
