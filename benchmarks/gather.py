@@ -244,7 +244,7 @@ def tune(memory: torch.Tensor, pinned: torch.Tensor, clock: Clock) -> None:
         for us, how in sorted(found)[:6]:
             print(f"  {us:9.1f} us  {how}")
 
-    def gather_by(rows: Rows, count: int, dtype: torch.dtype, **how: int) -> float:
+    def gather_by(rows: Rows, count: int, dtype: torch.dtype, **how: Any) -> float:
         payload, scale = rows
         draw, out = turns(payload.shape[0], count), torch.empty(count, WIDTH, dtype=dtype, device=DEVICE)
         counter = torch.zeros(2, dtype=torch.int64, device=DEVICE)
@@ -254,16 +254,16 @@ def tune(memory: torch.Tensor, pinned: torch.Tensor, clock: Clock) -> None:
     rows = laid_out(memory, "record")
     for count, (name, dtype) in itertools.product((16_384, 262_144, 4_194_304), TYPES.items()):
         found = []
-        for word, tile, warps in itertools.product((4, 8), (1024, 2048, 4096, 8192), (2, 4)):
-            us = gather_by(rows, count, dtype, word=word, tile=tile, warps=warps)
-            found.append((us, f"word {word}, tile {tile}, warps {warps}"))
+        for float8, tile, warps in itertools.product((False, True), (1024, 2048, 4096, 8192), (1, 2, 4)):
+            us = gather_by(rows, count, dtype, float8=float8, tile=tile, warps=warps)
+            found.append((us, f"{'float8 unit' if float8 else 'integer work'}, tile {tile}, warps {warps}"))
         show(f"device, {count:,} rows, {name}:", found)
     rows = laid_out(pinned, "record")
     for count in (1_024, 16_384, 65_536):
         found = []
-        for word, tile, programs in itertools.product((4, 8), (2048, 4096, 8192), (16, 32, 64, 128, 256, 1 << 20)):
-            us = gather_by(rows, count, torch.bfloat16, word=word, tile=tile, programs=programs)
-            found.append((us, f"word {word}, tile {tile}, at most {programs} programs"))
+        for tile, programs in itertools.product((2048, 4096, 8192), (16, 32, 64, 128, 256, 1 << 20)):
+            us = gather_by(rows, count, torch.bfloat16, tile=tile, programs=programs)
+            found.append((us, f"tile {tile}, at most {programs} programs"))
         show(f"pinned, {count:,} rows, bfloat16:", found)
     hasher = NgramHasher(HASH, HASH.layer_ids[0])
     ids = torch.randint(0, HASH.compressed_vocab, (1, 1 << 20), device=DEVICE)
