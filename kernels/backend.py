@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 import torch
+from torch.autograd import forward_ad
 
 Implementation = Literal["reference", "triton"]
 _forced: Implementation | None = None
@@ -26,6 +27,11 @@ def implementation_for(tensor: torch.Tensor) -> Implementation:
     if _forced is not None:
         return _forced
     return "triton" if tensor.is_cuda and has_triton() else "reference"
+
+
+def carries_tangents(*tensors: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation passes through: a custom op would drop the tangents without a word, the references keep them."""
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 @contextmanager

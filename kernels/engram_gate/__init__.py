@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from ..backend import implementation_for
+from ..backend import carries_tangents, implementation_for
 from .reference import engram_gate_backward_reference, engram_gate_reference, engram_gate_statistics
 
 __all__ = ["engram_gate"]
@@ -58,7 +58,7 @@ def engram_gate(
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-2]):
         raise ValueError(f"mask {list(mask.shape)} of {mask.dtype}: expected bool {list(x.shape[:-2])}")
     # A plain call on the CPU takes the shortest way; a compiled one must not look inside.
-    if not torch.compiler.is_compiling() and _reads_reference(x):
+    if not torch.compiler.is_compiling() and (_reads_reference(x) or carries_tangents(x, key, value, q_weight, k_weight)):
         return engram_gate_reference(x, key, value, q_weight, k_weight, eps, form, mask, residual)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, key, value, q_weight, k_weight))
     return _gate_op(x, key, value, q_weight, k_weight, eps, form, mask, residual, learns)[0]

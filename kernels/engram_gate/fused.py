@@ -233,11 +233,16 @@ def _backward_kernel(
                 wide_key = keys[i].to(tl.float32)
                 if NEED_X:
                     result = cross * (weights[i] * wide_key) - shrink_x * wide_x
+                    if MASKED:
+                        # A weight that is not finite makes NaN of the zeros that stand for what was not read.
+                        result = tl.where(wanted, result, 0.0)
                     if RESIDUAL:
                         result += grads[i].to(tl.float32)
                     _write(grad_x + row * D, at, result.to(grad_x.dtype.element_ty), D, EXACT)
                 if NEED_KEY:
                     result = cross * (weights[i] * wide_x) - shrink_key * wide_key
+                    if MASKED:
+                        result = tl.where(wanted, result, 0.0)
                     _write(grad_key + row * D, at, result.to(grad_key.dtype.element_ty), D, EXACT)
                 if NEED_WEIGHT:
                     new_sums = new_sums + (sums[i] + cross * (wide_x * wide_key),)
@@ -263,7 +268,8 @@ def _backward_kernel(
                         at = i * BLOCK + lanes
                         result = tl.zeros([BLOCK], tl.float32)
                         for c in tl.static_range(COPIES):
-                            above = _read(grad + token * grad_token + c * grad_copy, at, wanted, D, EXACT, MASKED)
+                            # In 64 bits: a copy may begin beyond 2^31 although the stride stays below.
+                            above = _read(grad + token * grad_token + tl.cast(grad_copy, tl.int64) * c, at, wanted, D, EXACT, MASKED)
                             result += gates[c] * above.to(tl.float32)
                         _write(grad_value + token * D, at, result.to(grad_value.dtype.element_ty), D, EXACT)
     if NEED_WEIGHT:
@@ -351,7 +357,7 @@ def backward(
     grads = [torch.empty(t.shape if n else (0,), dtype=t.dtype, device=x.device) for t, n in zip((x, key, value), need[:3], strict=True)]
     if x.numel() == 0:
         weight = torch.zeros(q_weight.shape if need[3] else (0,), dtype=torch.float32, device=x.device)
-        return grads[0], grads[1], grads[2], weight
+        return grads[0], grads[1], grads[2].zero_(), weight
     launch = launch or launch_for("backward", size)
     block, chunks = row_blocks(size)
     above, rows, keys, values = as_rows(grad, 2), as_rows(x, 2), as_rows(key, 2), as_rows(value, 1)

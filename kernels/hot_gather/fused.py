@@ -88,6 +88,8 @@ def _hot_gather_kernel(
         asked = position < count
         ids = tl.load(row_ids + position, mask=asked, other=-1)
         slot = probe_slots(keys, displacement, ids, slots, buckets)
+        # A row that the table lacks is outside, whatever the index says.
+        slot = tl.where(ids < rows, slot, -1)
         hit = slot >= 0
         miss = (slot < 0) & (ids >= 0) & (ids < rows)
         at_hot = tl.where(hit, slot, 0)[:, None]
@@ -105,7 +107,7 @@ def _hot_gather_kernel(
         found += hit.to(tl.int64)
         seen += (ids != -1).to(tl.int64)
         if violations is not None:
-            bad = asked & ((ids < -1) | (ids >= rows)) & (slot < 0)
+            bad = asked & ((ids < -1) | (ids >= rows))
             number = tl.sum(bad.to(tl.int32), axis=0)
             if (number > 0) & (chunk == 0):
                 before = tl.atomic_add(violations, number.to(tl.int64))

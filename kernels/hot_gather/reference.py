@@ -74,7 +74,8 @@ def hot_gather_reference(
 ) -> None:
     """Fill ``out`` and add to the counters; arguments as in :func:`hot_gather`."""
     slots = probe_reference(hot_keys, displacement, row_ids)
-    hot = slots >= 0
+    # A row that the table lacks is outside, whatever the index says.
+    hot = (slots >= 0) & (row_ids < payload.shape[0])
     rows = row_gather_reference(payload, scale, row_ids.masked_fill(hot, -1), dtype=out.dtype)
     out.copy_(torch.where(hot.unsqueeze(-1), row_gather_reference(hot_payload, hot_scale, slots, dtype=out.dtype), rows))
     if hits is not None:

@@ -65,7 +65,7 @@ def row_gather(
             f"violations is {violations.dtype} {list(violations.shape)} on {violations.device}: expected int64 [2] on {row_ids.device}"
         )
     # In eager mode the op's own bookkeeping would cost as long as a gather of a thousand rows.
-    direct = type(row_ids) is torch.Tensor and not torch.compiler.is_compiling()
+    direct = type(row_ids) is torch.Tensor and not row_ids.is_meta and not torch.compiler.is_compiling()
     if out is None and (violations is None or bounds != "warn"):
         return (_values if direct else _op)(payload, scale, row_ids, first_row, rows_total, bounds, dtype)
     if out is None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import implementation_for
+from ..backend import carries_tangents, implementation_for
 from .reference import short_conv_backward_reference, short_conv_reference
 
 __all__ = ["short_conv"]
@@ -34,7 +34,7 @@ def short_conv(v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor,
     if dilation < 1:
         raise ValueError(f"dilation {dilation}: expected 1 or more")
     # A plain call on the CPU takes the shortest way; a compiled one must not look inside.
-    if not torch.compiler.is_compiling() and _reads_reference(v):
+    if not torch.compiler.is_compiling() and (_reads_reference(v) or carries_tangents(v, weight, norm_weight)):
         return short_conv_reference(v, weight, norm_weight, dilation, eps)
     return _conv_op(v, weight, norm_weight, dilation, eps)[0]
 

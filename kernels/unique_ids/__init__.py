@@ -26,9 +26,9 @@ def unique_ids(row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     """
     if row_ids.dtype != torch.int64:
         raise ValueError(f"row ids are {row_ids.dtype}: expected torch.int64")
-    if row_ids.is_cuda or torch.compiler.is_compiling():
-        return _unique_ids(row_ids)
-    return _run(row_ids)
+    if type(row_ids) is torch.Tensor and row_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _run(row_ids)
+    return _unique_ids(row_ids)
 
 
 def _run(row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The Triton gate against float64 and against the reference, by the interpreter; what needs a GPU is in the _gpu file."""
 
 import math
+import mmap
 
 import pytest
 import torch
@@ -148,6 +149,26 @@ def test_masked_tokens_keep_their_bits_and_pass_gradients_through(residual, dtyp
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_weights_that_are_not_finite_leave_masked_tokens_alone(residual):
+    args = inputs((2,), 2, 33, torch.float32)
+    args[3][1, 5] = float("nan")
+    above = torch.randn(args[0].shape)
+    _, grad_x, grad_key, *_ = fused_gradients(args, above, form="v41", mask=torch.tensor([True, False]), residual=residual)
+    assert torch.equal(grad_x[0], above[0] if residual else torch.zeros_like(above[0])) and not grad_key[0].any()
+    assert grad_x[1, 1].isnan().all()
+
+
+def test_a_gradient_whose_copies_lie_beyond_32_bits():
+    # Two strides below 2^31 make a place beyond it. Pages that nobody touches take no memory.
+    held = mmap.mmap(-1, 2 * (2**31 + 64), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    args = inputs((1,), 3, 33, torch.bfloat16)
+    above = torch.frombuffer(held, dtype=torch.bfloat16).as_strided((1, 3, 33), (33, 2**30, 1))
+    above.copy_(torch.randn(1, 3, 33))
+    for a, b in zip(fused_gradients(args, above, form="v41"), fused_gradients(args, above.contiguous(), form="v41"), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_dot_of_plus_and_minus_zero(form, sign):
@@ -198,6 +219,32 @@ def test_no_tokens():
     out, *found = fused_gradients(args, torch.empty(0, 3, 2, 40), form="v41")
     assert out.shape == (0, 3, 2, 40) and [f.shape for f in found] == [a.shape for a in args]
     assert not found[3].any() and not found[4].any()
+
+
+def test_no_copies():
+    _, *found = fused_gradients(inputs((3,), 0, 40, torch.float32), torch.empty(3, 0, 40), form="v41")
+    assert torch.equal(found[2], torch.zeros(3, 40))
+
+
+@pytest.mark.parametrize("learning", range(5), ids=NAMES)
+def test_forward_mode_keeps_its_tangents(learning):
+    args = inputs((2,), 2, 8, torch.float32)
+
+    def along(name):
+        with implementation(name):
+            gate = lambda a: engram_gate(*args[:learning], a, *args[learning + 1 :], eps=EPS, form="v41")  # noqa: E731
+            return torch.func.jvp(gate, (args[learning],), (torch.ones_like(args[learning]),))[1]
+
+    expected = along("reference")
+    assert expected.any() and torch.equal(along("triton"), expected)
+
+
+def test_second_derivatives_are_refused():
+    args = [a.requires_grad_() for a in inputs((2,), 2, 8, torch.float32)]
+    first = torch.autograd.grad(fused(*args).square().sum(), args, create_graph=True)
+    for found in first:
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(found.sum(), args, retain_graph=True)
 
 
 def test_no_leading_dimension_and_mixed_types():

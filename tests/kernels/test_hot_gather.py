@@ -118,6 +118,19 @@ def test_bounds(name):
 
 
 @pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("rows", [0, 4])
+def test_a_key_that_the_table_lacks_is_outside(name, rows):
+    payload, scale = table(10, 32)
+    hot = hot_copy(payload, scale, torch.tensor([2, 7]))
+    ids, counts = torch.tensor([-1, 7, 2**63 - 1, -(2**63)]), [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    with implementation(name):
+        out = hot_gather(*hot, payload[:rows], scale[:rows], ids, bounds="warn", violations=counts[0], hits=counts[1])
+        assert not out.any() and [part.tolist() for part in counts] == [[3, 7], [0, 3]]
+        with pytest.raises(IndexError, match="row id 7 is outside"):
+            hot_gather(*hot, payload[:rows], scale[:rows], ids)
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_out_empty_and_strided_ids(name):
     payload, scale = table(12, 64)
     hot = hot_copy(payload, scale, torch.tensor([0, 5, 11]), capacity=6)

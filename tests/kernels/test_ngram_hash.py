@@ -146,6 +146,27 @@ def test_the_modulo_is_exact_at_the_extremes(moduli):
         assert [(cell - offset) % 2**64 for cell, offset in zip(row, offsets, strict=True)] == [x % m for m in moduli], x
 
 
+@pytest.mark.parametrize("primes", [PRIMES, PRIMES << 40], ids=["narrow", "wide"])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int8])
+def test_ids_below_zero_give_the_rows_that_a_floor_modulo_gives(primes, kind):
+    ids = [5, -1, -100, 0, 7, -128]
+    given = {"multipliers": MULTIPLIERS, "primes": primes}
+    assert ngram_hash(torch.tensor(ids, dtype=kind), pad_id=PAD, **given).tolist() == by_hand(ids, **given)
+
+
+def test_products_beyond_63_bits_wrap_in_both():
+    ids = torch.tensor([2**62 + 5, 3, -(2**63), 2**63 - 1, 2**40])
+    with implementation("reference"):
+        expected = hashed(ids)
+    assert torch.equal(hashed(ids), expected) and bool((expected >= 0).all())
+
+
+def test_tensors_without_data_go_through_the_op():
+    given = {"multipliers": MULTIPLIERS.to("meta"), "primes": PRIMES.to("meta"), "pad_id": PAD}
+    out = ngram_hash(torch.zeros(3, 5, dtype=torch.int64, device="meta"), **given)
+    assert out.shape == (3, 5, 4) and out.is_meta
+
+
 def test_golden_rows(golden):
     model = golden["v41"]
     for name in ("hash_layer1", "hash_layer1_position1_blocked"):

@@ -180,6 +180,9 @@ def test_tensors_without_data_go_through_the_op():
         payload, scale = torch.empty(5, 64, dtype=torch.float8_e4m3fn), torch.empty(5, 2, dtype=torch.uint8)
         out = row_gather(payload, scale, torch.empty(3, 2, dtype=torch.int64), dtype=torch.bfloat16)
     assert out.shape == (3, 2, 64) and out.dtype == torch.bfloat16 and type(out) is not torch.Tensor
+    payload, scale = torch.zeros(5, 64, dtype=torch.float8_e4m3fn, device="meta"), torch.zeros(5, 2, dtype=torch.uint8, device="meta")
+    out = row_gather(payload, scale, torch.zeros(3, 2, dtype=torch.int64, device="meta"))
+    assert out.shape == (3, 2, 64) and out.is_meta
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -119,6 +119,19 @@ def test_no_time_or_no_sequence(shape):
     assert not found[1].any() and not found[2].any()
 
 
+@pytest.mark.parametrize("learning", range(3), ids=NAMES)
+def test_forward_mode_keeps_its_tangents(learning):
+    args = inputs(1, 5, 2, 8, 2, torch.float32)
+
+    def along(name):
+        with implementation(name):
+            conv = lambda a: short_conv(*args[:learning], a, *args[learning + 1 :], dilation=2, eps=EPS)  # noqa: E731
+            return torch.func.jvp(conv, (args[learning],), (torch.ones_like(args[learning]),))[1]
+
+    expected = along("reference")
+    assert expected.any() and torch.equal(along("triton"), expected)
+
+
 def test_float64_stays_on_the_reference():
     args = [a.requires_grad_() for a in inputs(1, 4, 1, 3, 2, torch.float64)]
     with implementation("triton"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tiny_engram.kernels.backend import implementation
 from tiny_engram.kernels.unique_ids import unique_ids
@@ -69,6 +70,11 @@ def test_other_types_are_refused():
 def test_fake_and_compiled_shapes():
     row_ids = torch.tensor([[3, 3, 1]])
     torch.library.opcheck(torch.ops.tiny_engram.unique_ids.default, (row_ids,))
+    for name in NAMES:
+        with implementation(name):
+            assert [part.shape[0] for part in unique_ids(row_ids.to("meta"))] == [3, 3, 1]
+            with FakeTensorMode():
+                assert [part.shape[0] for part in unique_ids(torch.zeros(2, 4, dtype=torch.int64))] == [8, 8, 1]
 
 
 def zipf_ids(total: int, rows: int, device: str) -> torch.Tensor:
