@@ -203,7 +203,7 @@ def gather_all(pool: GatherPool, storage: RowStorage, ids: torch.Tensor, out: to
 
 
 def tune(bench: Bench, storage: RowStorage) -> None:
-    """Print the native gather, alone and in a lookup, by how it reads memory and by threads; then lookups by chunk rows."""
+    """Print the native gather, alone and in a lookup, by how it reads memory and by threads; then lookups by share and by chunks."""
     library, most = native_gather.load(), native_gather.thread_count()
     count = GB_S_AT if not bench.dry else 4096
     repeats = 3 if bench.dry else 9
@@ -236,10 +236,13 @@ def tune(bench: Bench, storage: RowStorage) -> None:
             print(f"{count:>8} rows, chunk {chunk_rows:>6}, {slots} slots, {group} a launch: {us:6.0f} us {rate:5.1f} GB/s", flush=True)
 
 
-def planner_with(storage: RowStorage, device: torch.device, pool: GatherPool, chunk_rows: int | None = None) -> LookupPlanner:
-    """A planner whose rows these threads gather."""
+def planner_with(
+    storage: RowStorage, device: torch.device, pool: GatherPool, chunk_rows: int | None = None, share: float = 0.0
+) -> LookupPlanner:
+    """A planner whose rows these threads gather, but for a share that the device reads in place."""
     planner = without_deduplication(storage, device, default_costs(storage.row_bytes, storage.nbytes))
     planner.__dict__["_gather"] = HostGather(storage, device, chunk_rows=chunk_rows, pool=pool)
+    planner.__dict__["_share"] = share
     planner._large_lookups = 2  # past the lookups whose distinct ids are counted
     return planner
 

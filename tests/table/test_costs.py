@@ -73,6 +73,15 @@ def test_defaults_say_what_was_measured():
     assert small.crossing() > 1.5 * large.crossing()
 
 
+def test_both_shares_of_a_lookup_are_ready_at_once():
+    costs = default_costs(264, 16 * GIB)
+    share = costs.share_in_place(262_144)
+    assert costs.zero_copy.us(262_144 * share) == pytest.approx(costs.cpu_gather.us(262_144 * (1 - share)), rel=0.01)
+    assert 0.1 < share < 0.2 and default_costs(264, GIB).share_in_place(262_144) == pytest.approx(0.2)
+    slow = LookupCosts(zero_copy=Curve(((1, 1e6), (2, 2e6))), cpu_gather=costs.cpu_gather, deduplicate=costs.deduplicate)
+    assert slow.share_in_place(262_144) < 1e-6
+
+
 def test_duplicates_are_looked_for_where_that_pays():
     costs = default_costs(264, 16 * GIB)
     assert not costs.deduplicates(262_144, 1.0) and costs.deduplicates(262_144, 0.3)

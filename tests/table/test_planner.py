@@ -73,6 +73,24 @@ def test_spans_of_a_large_lookup(monkeypatch):
         assert torch.equal(rows, rule.values(torch.where(ids < ROWS, ids, -1)))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.13, 1.0])
+def test_rows_read_in_place_beside_those_over_the_cpu(monkeypatch, share):
+    monkeypatch.setattr("tiny_engram.table.planner._SHARED_ROWS", 100)
+    storage, rule = filled()
+    planner = LookupPlanner(storage, "cpu", chunk_rows=16)
+    planner._large_lookups, planner.__dict__["_share"] = 10, share
+    ids = some_ids(1234)
+    assert torch.equal(planner.lookup(ids, path="cpu_gather"), rule.values(ids))
+    for place in (0, 1233):
+        wrong = ids.index_fill(0, torch.tensor([place]), ROWS + 5)
+        violations = torch.zeros(2, dtype=torch.int64)
+        rows = planner.lookup(wrong, path="cpu_gather", bounds="warn", violations=violations)
+        assert violations.tolist() == [1, ROWS + 5] and torch.equal(rows, rule.values(torch.where(wrong < ROWS, wrong, -1)))
+        with pytest.raises(TableError, match=f"row id {ROWS + 5} is outside"):
+            planner.lookup(wrong, path="cpu_gather")
+    assert torch.equal(planner.lookup(ids[:90], path="cpu_gather"), rule.values(ids[:90]))
+
+
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("path", ["device", "cpu_gather"])
 def test_ids_outside_the_table(path, probe):

@@ -180,10 +180,12 @@ class GatherPool:
             pool = self._start_threads()
             if self._library.te_start(pool, ctypes.byref(job)):
                 raise MemoryError(f"no memory to gather {ids.numel()} rows")
+            process = os.getpid()
             try:
                 yield GatherJob(self._library, pool)
             finally:
-                bad = self._library.te_finish(pool)
+                if os.getpid() == process:  # a child forked in here has no threads to wait for
+                    bad = self._library.te_finish(pool)
         if bad < ids.numel():
             raise IndexError(f"row id {int(ids[bad])} is outside [0, {storage.rows})")
 

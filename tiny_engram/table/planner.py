@@ -1,12 +1,15 @@
 """LookupPlanner: rows of a table onto the device that asks, by the path that costs least.
 
 Paths: "device", the rows are where the ids are; "zero_copy", the device reads host memory in place; "cpu_gather", ids go to
-the host, which gathers rows and copies them over. Imports torch, kernels, and tiny_engram.{errors,table.storage}.
+the host, which gathers rows and copies them over, while in large lookups the device reads some of them in place. Imports torch,
+kernels, and tiny_engram.{errors,table.storage}.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +28,7 @@ Path = Literal["device", "zero_copy", "cpu_gather"]
 
 _FEW_ROWS = 512  # never worth a trip over the host, nor a measurement of whether it is
 _SPAN = 1 << 20  # ids handled at once by the CPU: bounds its staging
+_SHARED_ROWS = 1 << 16  # from here on the device reads some rows in place meanwhile; below, another launch costs what it gains
 _FIRST_PROBES, _PROBE_EVERY = 2, 64  # lookups whose ids are counted, to learn the share of duplicates
 
 
@@ -80,6 +84,15 @@ class LookupPlanner:
     @cached_property
     def _gather(self) -> HostGather:
         return HostGather(self.storage, self.device, chunk_rows=self._chunk_rows)
+
+    @cached_property
+    def _share(self) -> float:
+        """Of the rows of a large lookup over the CPU, how many the device reads in place meanwhile."""
+        return self.costs.share_in_place(4 * _SHARED_ROWS) if self._readable else 0.0
+
+    @cached_property
+    def _side(self) -> Any:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def staging_bytes(self) -> int:
@@ -212,6 +225,41 @@ class LookupPlanner:
 
     def _span(self, flat: torch.Tensor, out: torch.Tensor, bounds: Bounds, violations: torch.Tensor | None, deduplicate: bool) -> int:
         """Rows of up to 2**20 ids; returns how many were fetched."""
+        count = flat.numel()
+        shared = 0 if deduplicate or count < _SHARED_ROWS else int(count * self._share)
+        kept = count - shared
+        side: Any = self._side if shared else None
+        ready = torch.cuda.current_stream(self.device).record_event() if side is not None else None
+
+        def in_place() -> None:
+            """The others are read by the device, on a stream of its own."""
+            if side is not None:
+                side.wait_event(ready)
+            with torch.cuda.stream(side) if side is not None else nullcontext():
+                row_gather(self.storage.payload, self.storage.scale, flat[kept:], bounds="ignore", out=out[kept:])
+
+        meanwhile = in_place if shared else None
+        try:
+            return shared + self._over(flat[:kept], out[:kept], bounds, violations, deduplicate, checked=flat, meanwhile=meanwhile)
+        finally:
+            if side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def _over(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        bounds: Bounds,
+        violations: torch.Tensor | None,
+        deduplicate: bool,
+        *,
+        checked: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> int:
+        """Rows by way of the host; returns how many were fetched. All ids of ``checked`` are held against the bounds.
+
+        ``meanwhile`` is called while the ids are on their way to the host.
+        """
         rows = self.storage.rows
         if flat.is_cuda:
             self._gather.alert()  # the ids take about as long to come as threads to wake
@@ -219,11 +267,11 @@ class LookupPlanner:
         fetched = flat
         if deduplicate:
             fetched, inverse, distinct = unique_ids(flat)
-        ids, low, high, number = self._to_host(fetched, flat, distinct)
+        ids, low, high, number = self._to_host(fetched, checked, distinct, meanwhile)
         absent = None
         if low < 0 or high >= rows:
             if low < -1 or high >= rows:
-                self._report_outside(flat, bounds, violations)
+                self._report_outside(checked, bounds, violations)
             absent = (flat < 0) | (flat >= rows)
             ids = ids.clamp(0, max(rows - 1, 0))
         if rows == 0 or number == 0:
@@ -243,12 +291,14 @@ class LookupPlanner:
         elif bounds == "warn" and not flat.is_cuda:
             outside.warn(flat, rows)
 
-    def _to_host(self, ids: torch.Tensor, flat: torch.Tensor, distinct: torch.Tensor | None) -> tuple[torch.Tensor, int, int, int]:
-        """The ids to fetch on the CPU, the smallest and largest id, and how many to fetch: one wait for the device."""
-        numbers = torch.stack(torch.aminmax(flat))
+    def _to_host(
+        self, ids: torch.Tensor, checked: torch.Tensor, distinct: torch.Tensor | None, meanwhile: Callable[[], None] | None
+    ) -> tuple[torch.Tensor, int, int, int]:
+        """The ids to fetch on the CPU, the smallest and largest id checked, and how many to fetch: one wait for the device."""
+        numbers = torch.stack(torch.aminmax(checked))
         if distinct is not None:
             numbers = torch.cat((numbers, distinct))
-        if flat.is_cuda:
+        if ids.is_cuda:
             if self._host_ids.numel() < ids.numel():
                 size = max(1024, 1 << (ids.numel() - 1).bit_length())
                 with torch.inference_mode(False):  # to be written by lookups in and out of that mode
@@ -256,6 +306,9 @@ class LookupPlanner:
                     self._host_numbers = torch.empty(3, dtype=torch.int64, pin_memory=True)
             ids = self._host_ids[: ids.numel()].copy_(ids, non_blocking=True)
             numbers = self._host_numbers[: numbers.numel()].copy_(numbers, non_blocking=True)
+        if meanwhile is not None:
+            meanwhile()
+        if checked.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
         low, high, *rest = numbers.tolist()
         return ids, low, high, rest[0] if rest else ids.numel()
@@ -267,7 +320,7 @@ class LookupPlanner:
             row_gather(storage.payload, storage.scale, ids, bounds="ignore")
 
         def by_cpu(ids: torch.Tensor) -> None:
-            self._span(ids, torch.empty((ids.numel(), storage.head_dim), device=self.device), "ignore", None, False)
+            self._over(ids, torch.empty((ids.numel(), storage.head_dim), device=self.device), "ignore", None, False, checked=ids)
 
         actions = {"zero_copy": in_place, "cpu_gather": by_cpu, "deduplicate": unique_ids}
         return measure(actions, rows=storage.rows, device=self.device)
