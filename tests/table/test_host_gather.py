@@ -1,8 +1,11 @@
 """Rows gathered by the CPU in chunks: the steps that run on a device, here without streams."""
 
+import warnings
+
 import pytest
 import torch
 
+from tiny_engram.table import host_gather, native_gather
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.host_gather import HostGather, gather_records, gathering
 from tiny_engram.table.native_gather import VARIABLE
@@ -52,6 +55,21 @@ def gathered_by(request, monkeypatch):
         monkeypatch.setenv(VARIABLE, "0")
     assert gathering().startswith("native" if request.param == "native" else "torch.index_select (no native gather: TINY_ENGRAM_NATIVE=0)")
     return request.param
+
+
+def test_that_a_compiler_lacks_is_said_once(monkeypatch, gathered_by):
+    monkeypatch.setattr(host_gather, "_warned", False)
+    if gathered_by == "index_select":  # asked for
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            host_gather._warn()
+        return
+    monkeypatch.setattr(native_gather, "_shared", None)
+    monkeypatch.setattr(native_gather, "_reason", "no C compiler found")
+    with pytest.warns(RuntimeWarning, match="slower: no C compiler found; install a C compiler, or set TINY_ENGRAM_NATIVE=0") as said:
+        host_gather._warn()
+        host_gather._warn()
+    assert len(said) == 1 and gathering() == "torch.index_select (no native gather: no C compiler found)"
 
 
 def test_chunks_go_by_the_lookups_size(gathered_by):

@@ -226,6 +226,23 @@ def test_ids_outside_the_table_on_a_device(path):
 
 
 @gpu
+@pytest.mark.parametrize("layout", ["record", "split"])
+@pytest.mark.parametrize("share", [0.0, 0.15])
+def test_large_lookups_over_the_cpu_with_rows_read_in_place_meanwhile(layout, share):
+    storage, rule = filled(256, layout, "pinned", rows=200_000)
+    planner = LookupPlanner(storage, "cuda", costs=COSTS)
+    planner._large_lookups, planner.__dict__["_share"] = 10, share
+    for seed, count in enumerate((65_535, 65_536, 262_144, 150_001, 1_200_000)):
+        ids = some_ids(count, high=200_000, seed=seed, device="cuda")
+        first = planner.lookup(ids, dtype=torch.bfloat16, path="cpu_gather")  # nothing waits between the two
+        again = planner.lookup(ids.flip(0), dtype=torch.bfloat16, path="cpu_gather")
+        assert torch.equal(first, rule.values(ids, torch.bfloat16)) and torch.equal(again.flip(0), first), count
+    ids[-1] = 200_000
+    with pytest.raises(TableError, match="row id 200000 is outside"):
+        planner.lookup(ids, path="cpu_gather")
+
+
+@gpu
 def test_the_choice_follows_the_costs():
     storage, _ = filled(home="pinned")
     planner = LookupPlanner(storage, "cuda", costs=COSTS)

@@ -261,8 +261,6 @@ class LookupPlanner:
         ``meanwhile`` is called while the ids are on their way to the host.
         """
         rows = self.storage.rows
-        if flat.is_cuda:
-            self._gather.alert()  # the ids take about as long to come as threads to wake
         inverse = distinct = None
         fetched = flat
         if deduplicate:
@@ -306,6 +304,7 @@ class LookupPlanner:
                     self._host_numbers = torch.empty(3, dtype=torch.int64, pin_memory=True)
             ids = self._host_ids[: ids.numel()].copy_(ids, non_blocking=True)
             numbers = self._host_numbers[: numbers.numel()].copy_(numbers, non_blocking=True)
+            self._gather.alert()  # the ids take about as long to come as threads to wake
         if meanwhile is not None:
             meanwhile()
         if checked.is_cuda:
