@@ -237,9 +237,10 @@ def test_large_lookups_over_the_cpu_with_rows_read_in_place_meanwhile(layout, sh
         first = planner.lookup(ids, dtype=torch.bfloat16, path="cpu_gather")  # nothing waits between the two
         again = planner.lookup(ids.flip(0), dtype=torch.bfloat16, path="cpu_gather")
         assert torch.equal(first, rule.values(ids, torch.bfloat16)) and torch.equal(again.flip(0), first), count
-    ids[-1] = 200_000
+    wrong = some_ids(100_000, high=200_000, device="cuda")
+    wrong[-1] = 200_000
     with pytest.raises(TableError, match="row id 200000 is outside"):
-        planner.lookup(ids, path="cpu_gather")
+        planner.lookup(wrong, path="cpu_gather")
 
 
 @gpu
