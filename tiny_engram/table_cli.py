@@ -4,6 +4,7 @@ Imports errors, and what a verb needs of table in the verb.
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -168,7 +169,10 @@ def _convert(args: argparse.Namespace) -> int:
     from tiny_engram.table.table_file import INDEX_SUFFIX, TableFile
     from tiny_engram.table.table_writer import write_table
 
-    device = args.target.exists() and stat.S_ISCHR(os.stat(args.target).st_mode)
+    try:
+        device = stat.S_ISCHR(os.stat(args.target).st_mode)
+    except OSError:
+        device = False
     sharded = args.shard_bytes is not None
     if args.target.name.endswith(".json") and not sharded:
         raise TableError(f"{args.target}: the name of an index, expected --shard-bytes with it")
@@ -257,4 +261,6 @@ _VERBS = {"inspect": _inspect, "verify": _verify, "convert": _convert, "plan": _
 
 def run_table_verb(args: argparse.Namespace) -> int:
     """Runs one of them; returns the exit code. Raises TableError."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     return _VERBS[args.table_verb](args)

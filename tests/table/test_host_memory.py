@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.host_memory import HostBlock, _host_register
+from tiny_engram.table.host_memory import HostBlock
+from tiny_engram.table.pinning import register_range
 from tiny_engram.table.report import huge_page_share, numa_nodes
 
 MIB = 1 << 20
@@ -198,6 +199,6 @@ def test_a_tensor_keeps_its_registration_without_the_block():
 @pytest.mark.gpu
 def test_a_failed_registration_spoils_no_later_launch():
     with HostBlock.allocate(4 * MIB) as block:
-        assert "CUDA error" in _host_register(block.tensor.data_ptr(), 4 * MIB)  # it is registered already
+        assert "CUDA error" in register_range(block.tensor.data_ptr(), 4 * MIB, [])  # it is registered already
         assert int(torch.arange(5, device="cuda").sum()) == 10
         torch.cuda.synchronize()

@@ -195,10 +195,10 @@ def test_drivers_that_cannot_pin_read_only_memory(tmp_path, monkeypatch):
             return "not supported"
 
     driver = Driver()
-    monkeypatch.setattr("tiny_engram.table.mapping._cudart", lambda: driver)
+    monkeypatch.setattr("tiny_engram.table.pinning._cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("tiny_engram.table.mapping._clear_last_error", lambda: None)
+    monkeypatch.setattr("tiny_engram.table.pinning._clear_last_error", lambda: None)
     write_pool(path, rows_by_rule(5000))
     storage = map_rows(path, register=True)
     assert storage.report().registered and storage.report().notes == ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.tiers import DEFAULT_TIERS, DEVICE, Tier
+from tiny_engram.table.tiers import DEFAULT_TIERS, DEVICE, LEAST, MOST, Tier
 
 __all__ = ["HotTier", "Stack", "exposed_us", "harmonic", "hit_rate", "plan", "predict"]
 
@@ -44,17 +44,17 @@ class Stack:
 
     def __post_init__(self):
         for name in ("layers", "batch", "columns", "row_bytes", "rows"):
-            if getattr(self, name) < 1:
-                raise TableError(f"{name} is {getattr(self, name)}, expected at least 1")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise TableError(f"{name} is {str(getattr(self, name))[:40]}, expected at least 1, at most {MOST:.0e}")
         for name in ("layer_us", "tokens_per_sequence", "unique_share"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise TableError(f"{name} is {getattr(self, name)}, expected a number above 0")
-        if not 0 <= self.start_us < math.inf or self.unique_share > 1:
+            if not LEAST <= getattr(self, name) <= MOST:
+                raise TableError(f"{name} is {getattr(self, name)}, expected a number above 0, {LEAST} to {MOST:.0e}")
+        if not 0 <= self.start_us <= MOST or self.unique_share > 1:
             raise TableError(f"start_us is {self.start_us}, unique_share {self.unique_share}: expected from 0, and at most 1")
         if not self.engram_layers or sorted(set(self.engram_layers)) != list(self.engram_layers):
-            raise TableError(f"Engram layers are {list(self.engram_layers)}, expected some, ascending")
+            raise TableError(f"Engram layers are {str(list(self.engram_layers))[:60]}, expected some, ascending")
         if not 0 <= self.engram_layers[0] <= self.engram_layers[-1] < self.layers:
-            raise TableError(f"Engram layers are {list(self.engram_layers)}, expected from 0 to {self.layers - 1}")
+            raise TableError(f"Engram layers are {str(list(self.engram_layers))[:60]}, expected from 0 to {self.layers - 1}")
 
     @property
     def step_us(self) -> float:
@@ -91,13 +91,14 @@ class HotTier:
 
 def harmonic(count: int, s: float) -> float:
     """The generalised harmonic number, the sum of k^-s for k in 1..count, to 12 digits for any count."""
-    if count < 0 or not 0 <= s < math.inf:
-        raise TableError(f"{count} terms with exponent {s}: expected both from 0")
+    if not 0 <= count <= MOST or not 0 <= s <= 100:
+        raise TableError(f"{str(count)[:40]} terms with exponent {s}: expected both from 0, up to {MOST:.0e} and 100")
     head = min(count, 1000)
     total = math.fsum(k**-s for k in range(1, head + 1))
     if count > head:  # Euler and Maclaurin from there on
         a, b = float(head), float(count)
-        integral = math.log(b / a) if s == 1 else (b ** (1 - s) - a ** (1 - s)) / (1 - s)
+        # The difference of two powers would lose its digits near s = 1.
+        integral = math.log(b / a) if s == 1 else a ** (1 - s) * math.expm1((1 - s) * math.log(b / a)) / (1 - s)
         total += integral + (b**-s - a**-s) / 2 - s * (b ** (-s - 1) - a ** (-s - 1)) / 12
         total += s * (s + 1) * (s + 2) * (b ** (-s - 3) - a ** (-s - 3)) / 720
     return total
@@ -106,7 +107,7 @@ def harmonic(count: int, s: float) -> float:
 def hit_rate(hot: HotTier, rows: int) -> float:
     """Expected share of reads that the hot rows serve, H_K(s) / H_N(s)."""
     if not 0 <= hot.rows <= rows:
-        raise TableError(f"{hot.rows} hot rows, expected 0 to the table's {rows}")
+        raise TableError(f"{str(hot.rows)[:40]} hot rows, expected 0 to the table's {rows}")
     return harmonic(hot.rows, hot.s) / harmonic(rows, hot.s)
 
 

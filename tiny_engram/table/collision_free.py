@@ -43,10 +43,10 @@ class CollisionFreeTier:
         Raises:
             TableError: n-grams are given twice, have the pad id or a negative one, or do not fit the rows.
         """
-        if keys.dtype != torch.int64 or keys.ndim != 2 or keys.shape[1] < 2 or payload.ndim != 3:
+        if keys.dtype != torch.int64 or keys.ndim != 2 or keys.shape[1] < 2 or payload.ndim != 3 or not payload.shape[1]:
             raise TableError(
                 f"keys are {keys.dtype} {list(keys.shape)}, payload {list(payload.shape)}: expected torch.int64 [K, n], n of 2 or more, "
-                "and [K, columns, D]"
+                "and [K, columns, D], columns of 1 or more"
             )
         check_rows(payload, scale, lead=(keys.shape[0], payload.shape[1]))
         if keys.numel() and (int(keys.min()) < 0 or bool((keys == pad_id).any())):
@@ -97,8 +97,13 @@ class CollisionFreeTier:
         if canonical.dtype != torch.int64 or canonical.ndim != 2:
             raise TableError(f"canonical ids are {canonical.dtype} {list(canonical.shape)}: expected torch.int64 [B, T]")
         past = (canonical.shape[0], self.order - 1)
-        if history is not None and history.shape[-1] != self.order - 1:
-            raise TableError(f"history is {list(history.shape)}: expected {list(past)}, one id less than the n-grams have")
+        if history is not None and (history.dtype != torch.int64 or tuple(history.shape) not in (past, past[1:], (1, past[1]))):
+            raise TableError(
+                f"history is {history.dtype} {list(history.shape)}: expected torch.int64 {list(past)}, one id less than the n-grams have"
+            )
+        for name, mask, like in (("blocked", blocked, canonical), ("history_blocked", history_blocked, history)):
+            if mask is not None and (like is None or mask.dtype != torch.bool or mask.shape != like.shape):
+                raise TableError(f"{name} is {mask.dtype} {list(mask.shape)}: expected torch.bool, of the shape of its ids")
         before = canonical.new_full(past, self.pad_id) if history is None else history.expand(past)
         if history is not None and history_blocked is not None:
             before = before.masked_fill(history_blocked.expand(past), self.pad_id)

@@ -88,6 +88,7 @@ class EngramTable:
         path: str | PathLike[str],
         home: Home = "mapped",
         *,
+        prefix: str | None = None,
         device: torch.device | str | None = None,
         bounds: Bounds = "fatal",
         progress: Callable[[int, int], object] | None = None,
@@ -96,6 +97,7 @@ class EngramTable:
 
         Args:
             home: "mapped" reads rows from the file as they are asked for; another home copies all of them there first.
+            prefix: of the tensor names, such as "model.layers.1.engram."; None where the file holds one table only.
             device: of home "device".
             progress: called with (bytes copied, bytes in all).
 
@@ -104,7 +106,7 @@ class EngramTable:
         """
         from .mapped import map_rows
 
-        mapped = map_rows(path)
+        mapped = map_rows(path, prefix=prefix)
         if home == "mapped":
             return cls(mapped, bounds=bounds)
         with mapped:

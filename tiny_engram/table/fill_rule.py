@@ -101,11 +101,13 @@ class FillRule:
             threads: compute chunks in this many threads, when the device is the CPU.
 
         Raises:
-            TableError: the storage holds rows of another width.
+            TableError: the storage holds rows of another width, or is read-only.
         """
         payload, records = storage.payload, storage.records
         if payload.shape[1] != self.head_dim:
             raise TableError(f"storage has rows of {payload.shape[1]} values: expected {self.head_dim}, the rule's head_dim")
+        if storage.read_only:
+            raise TableError(f"home {storage.home!r} is read-only: expected another; fill one and write it to a file with write_table")
         where = payload.device if device is None else torch.device(device)
         starts = range(0, payload.shape[0], chunk_rows)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiny_engram.errors import TableError
 
-__all__ = ["MAX_HEADER", "PAGE", "Header", "TensorSpan", "WRITING", "build_header", "parse_header", "parse_json"]
+__all__ = ["MAX_HEADER", "PAGE", "Header", "TensorSpan", "WRITING", "build_header", "clipped", "parse_header", "parse_json"]
 
 PAGE = 4096
 MAX_HEADER = 32 * 2**20  # digests of the blocks of 94 GiB of rows take 0.4 MB
@@ -21,9 +21,10 @@ MAX_HEADER = 32 * 2**20  # digests of the blocks of 94 GiB of rows take 0.4 MB
 # as a length they are absurd, so that every reader of safetensors refuses the file.
 WRITING = b"\xffWRITING"
 
-_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-          "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}  # fmt: skip
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16,
+         "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}  # fmt: skip
 _MAX_SIDE = 2**48
+_MAX_WORDS = 400  # characters of what a file says, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Header:
     data_start: int
 
 
+def clipped(what: str) -> str:
+    """A message of bounded length, whatever a file says."""
+    return what if len(what) <= _MAX_WORDS else f"{what[:_MAX_WORDS]} ..."
+
+
 def parse_json(text: bytes, refuse: Callable[[str], TableError], what: str) -> dict[str, Any]:
     """A JSON object without a key given twice; ``refuse`` makes the error."""
 
@@ -52,6 +58,9 @@ def parse_json(text: bytes, refuse: Callable[[str], TableError], what: str) -> d
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a key stands twice")
+        for text in (*found, *found.values()):
+            if isinstance(text, str):
+                text.encode()  # half of a surrogate pair is no text, and could not be printed
         return found
 
     try:
@@ -76,7 +85,7 @@ def parse_header(path: object, size: int | None, read: Callable[[int, int], byte
     """
 
     def refuse(what: str) -> TableError:
-        return TableError(f"{path}: not a sound safetensors file ({what}); copy, download or convert it again")
+        return TableError(f"{path}: not a sound safetensors file ({clipped(what)}); copy, download or convert it again")
 
     if size is not None and size < 10:
         raise refuse(f"{size} bytes, expected at least a header")
@@ -104,8 +113,10 @@ def parse_header(path: object, size: int | None, read: Callable[[int, int], byte
 
 def _span(name: str, about: Any, start: int, size: int | None, refuse: Callable[[str], TableError]) -> TensorSpan:
     try:
+        if not isinstance(about, dict):
+            raise ValueError(f"{str(about)[:60]!r} describes none")
         dtype, shape, (low, high) = about["dtype"], about["shape"], about["data_offsets"]
-        if dtype not in _SIZES:
+        if not isinstance(dtype, str) or dtype not in _BITS:
             raise ValueError(f"type {dtype!r} is unknown")
         if not isinstance(shape, list) or len(shape) > 8 or not all(type(side) is int and 0 <= side <= _MAX_SIDE for side in shape):
             raise ValueError(f"shape {str(shape)[:60]} is none")
@@ -113,7 +124,7 @@ def _span(name: str, about: Any, start: int, size: int | None, refuse: Callable[
             raise ValueError(f"offsets {low}..{high} are none")
         if size is not None and start + high > size:
             raise ValueError(f"offsets {low}..{high} in {size - start} bytes of data: truncated")
-        needed = math.prod(shape) * _SIZES[dtype]
+        needed = math.prod(shape) * _BITS[dtype] // 8
         if high - low != needed:
             raise ValueError(f"{high - low} bytes for {dtype} {shape}, expected {needed}")
     except (KeyError, TypeError, ValueError) as error:
@@ -127,7 +138,7 @@ def build_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict
     found: dict[str, Any] = {"__metadata__": metadata}
     spans, end = {}, 0
     for name, dtype, shape in tensors:
-        nbytes = math.prod(shape) * _SIZES[dtype]
+        nbytes = math.prod(shape) * _BITS[dtype] // 8
         found[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         spans[name] = TensorSpan(dtype, shape, end, nbytes)
         end += nbytes

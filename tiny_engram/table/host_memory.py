@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from tiny_engram.errors import TableError
 
+from .pinning import Pieces, register_range, unregister_all
 from .report import huge_page_share, numa_nodes
 
 __all__ = ["HostBlock"]
@@ -28,10 +29,8 @@ __all__ = ["HostBlock"]
 Progress = Callable[[int, int], object]  # bytes done, bytes in all
 
 _CHUNK = 64 << 20  # bytes that a thread touches at a time
-_PIECE = 4 << 30  # bytes registered at a time where one call for all of it fails
 _HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: touches pages, and reports what a store would be killed for
-_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 # Seconds that a machine whose memory grows as it is used gets to do so: where the next round fits twice at most, and where it does not.
 _SOON, _AT_LAST = 0.5, 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,22 +39,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class _Mapping(mmap.mmap):
     """A mapping that is unregistered before it is unmapped, whoever holds it last: a block, or a tensor taken from it."""
 
-    pieces: list[tuple[int, int]]
+    pieces: Pieces
 
     def __del__(self):
         self.unregister()
 
     def unregister(self) -> None:
         """Take the memory from the GPU again, after everything that may still read it has ended."""
-        pieces, self.pieces = getattr(self, "pieces", []), []
-        if pieces:
-            with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone before us
-                used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
-                for device in filter(used, range(torch.cuda.device_count())):  # waiting for one not in use would open it
-                    torch.cuda.synchronize(device)
-            for address, _ in pieces:
-                with contextlib.suppress(Exception):
-                    _cudart().cudaHostUnregister(address)
+        unregister_all(getattr(self, "pieces", []))
 
 
 class HostBlock:
@@ -193,43 +184,9 @@ class HostBlock:
     def _register(self, mapping: _Mapping) -> list[str]:
         if not torch.cuda.is_available():
             return ["not registered with a GPU: CUDA is not available"]
-        start = self.tensor.data_ptr()
-        # One call where it works: the driver refuses plain copies across the seam of two registrations.
-        for piece in (self.nbytes, _PIECE):
-            why = ""
-            for offset in range(0, self.nbytes, piece):
-                size = min(piece, self.nbytes - offset)
-                if why := _host_register(start + offset, size):
-                    break
-                mapping.pieces.append((start + offset, size))
-            if not why:
-                return [] if len(mapping.pieces) == 1 else [f"registered in {len(mapping.pieces)} pieces, not in one"]
-            mapping.unregister()
-            if self.nbytes <= _PIECE:
-                break
-        return [f"registering {self.nbytes:,} B with the GPU failed ({why})"]
-
-
-def _cudart() -> Any:
-    """torch's door to the CUDA runtime, as the module that it is."""
-    return torch.cuda.cudart()
-
-
-def _host_register(address: int, nbytes: int) -> str:
-    """Register; an empty string, or why not."""
-    why = "CUDA runtime"
-    try:
-        code = _cudart().cudaHostRegister(address, nbytes, _PORTABLE_MAPPED)
-        if int(code) == 0:
-            return ""
-        why = f"CUDA error {int(code)}"
-        why += f", {_cudart().cudaGetErrorString(code)}"
-    except (RuntimeError, TypeError) as error:
-        why = f"{why}, {str(error).splitlines()[0]}"
-    # The runtime keeps the failure as its last error, which the next launch would report as its own: let one do so here.
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda").add_(1)
-    return why
+        if why := register_range(self.tensor.data_ptr(), self.nbytes, mapping.pieces):
+            return [f"registering {self.nbytes:,} B with the GPU failed ({why})"]
+        return [] if len(mapping.pieces) == 1 else [f"registered in {len(mapping.pieces)} pieces, not in one"]
 
 
 def _new_mapping(*args: int, flags: int) -> _Mapping:
@@ -262,8 +219,9 @@ def _of_new_file(path: Path, nbytes: int) -> _Mapping | None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
         raise TableError(f"{path} is there already: expected a new file; remove it or name another") from error
-    except OSError as error:
-        raise TableError(f"{path}: cannot be made ({error.strerror}); name another path, or use private memory") from error
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise TableError(f"{path}: cannot be made ({why}); name another path, or use private memory") from error
     try:
         # A store past what the file system can give kills the process, so ask first.
         status = os.fstatvfs(handle)

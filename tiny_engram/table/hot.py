@@ -79,8 +79,6 @@ class HotRows:
             TableError: a virtual table, or sizes that make no sense.
         """
         storage = table.storage
-        if storage is None:
-            raise TableError("hot rows of a virtual table: expected a dense one, whose rows are worth a copy on the device")
         if capacity_rows < 0 or window < 1 or not 0 <= decay <= 1:
             raise TableError(f"capacity_rows {capacity_rows}, window {window}, decay {decay}: expected 0 or more, 1 or more, 0 to 1")
         self.table, self.capacity, self.decay = table, min(capacity_rows, len(table)), decay

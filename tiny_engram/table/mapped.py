@@ -4,6 +4,7 @@ A pool is a table file like any other; only its place makes it one: /dev/shm (me
 errors and, of this package, mapping, open_file, storage, table_file and table_writer.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -72,21 +73,29 @@ def map_rows(
 def _opened(path: Path, prefix: str | None, wait: float) -> TableFile:
     end = time.monotonic() + wait
     while True:
-        there = path.exists()
+        there = _about(path) is not None
         try:
             return TableFile(path, prefix=prefix)
         except TableError as error:
-            if there and not is_device(os.stat(path)):
+            about = _about(path)
+            if there and about is not None and not is_device(about):
                 raise  # a file has its name only when it is complete
             if time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
-            elif there or not path.exists():  # it may have come this moment
+            elif there or about is None:  # it may have come this moment
                 if there or (found := writer_of(path)) is None:
                     raise
                 if found[1]:
                     after = f" after {wait:g} s" if wait else ""
                     raise TableError(f"{path}: still being written by pid {found[0]}{after}; wait for it") from error
                 raise TableError(f"{path}: its writer, pid {found[0]}, ended before it was complete; write it again") from error
+
+
+def _about(path: Path) -> os.stat_result | None:
+    """None where there is no such file, or cannot be."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.stat(path)
+    return None
 
 
 def write_pool(
@@ -110,11 +119,8 @@ def write_pool(
         TableError: there is a table already, somebody else writes it, or no room.
     """
     path = Path(path)
-    try:
-        on_device = is_device(os.stat(path))
-    except OSError:
-        on_device = False
-    if not on_device:
+    about = _about(path)
+    if about is None or not is_device(about):
         return write_table(path, source, prefix=prefix, progress=progress, replace=replace)
     return _write_device(path, rows_of(source), prefix, progress, replace)
 
@@ -153,8 +159,13 @@ def _write_device(path: Path, source: RowSource, prefix: str, progress: Progress
                 raise TableError(f"{path}: needs {needed + DEVICE_PAGE:,} bytes, the device has {size:,}; use a larger one")
             if not replace and _holds_table(path):
                 raise TableError(f"{path}: holds a table already, expected an empty device; ask to replace it")
+            if isinstance(source, TableFile) and any(os.path.samestat(os.stat(file), os.stat(path)) for file in source.files):
+                raise TableError(f"{path}: is read and to be written at once, expected another place; convert to a file first")
             device.write(0, WRITING + os.getpid().to_bytes(8, "little"))
-            return write_into(device, source, prefix, progress)
+            digest = write_into(device, source, prefix, progress)
+            if not _holds_table(path):
+                raise TableError(f"{path}: keeps nothing of what was written; is it a DAX device that may be mapped?")
+            return digest
         finally:
             os.close(device.handle)
     except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
 """Runs of bytes of one or more files as one run of read-only memory, and its registration with the GPU. Imports torch, errors,
-open_file and report.
+open_file, pinning and report.
 
 Pages are shared by every process that maps the same file: resident memory counts once.
 """
@@ -11,18 +11,16 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.table.open_file import OpenFile, is_device, padded
+from tiny_engram.table.pinning import PORTABLE_MAPPED, READ_ONLY, Pieces, register_range, unregister_all
 from tiny_engram.table.report import huge_page_share, numa_nodes
 
 __all__ = ["RowMapping", "Run", "map_runs"]
 
-_PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister
-_PIECE = 4 << 30  # bytes registered at a time where one call for all of it fails
 _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 
@@ -48,7 +46,7 @@ class _Memory:
 
     def __init__(self, address: int, nbytes: int):
         self.address, self.nbytes = address, nbytes
-        self._pieces: list[int] = []  # addresses that were registered, usually one
+        self._pieces: Pieces = []
 
     @property
     def registered(self) -> bool:
@@ -59,59 +57,19 @@ class _Memory:
         _libc.munmap(self.address, self.nbytes)
 
     def unregister(self) -> None:
-        pieces, self._pieces = self._pieces, []
-        if pieces:
-            with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone before us
-                torch.cuda.synchronize()
-            for address in pieces:
-                with contextlib.suppress(Exception):
-                    _cudart().cudaHostUnregister(address)
+        unregister_all(self._pieces)
 
     def register(self) -> str:
         """An empty string, or why not."""
         if not torch.cuda.is_available():
             return "CUDA is not available"
-        why = self._register(_PORTABLE_MAPPED | _READ_ONLY)
+        why = register_range(self.address, self.nbytes, self._pieces, PORTABLE_MAPPED | READ_ONLY)
         # Drivers that cannot pin memory as read-only pin it while it may be written to, if we may write the file at all.
         if why and not _libc.mprotect(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
-            writable = self._register(_PORTABLE_MAPPED)
+            writable = register_range(self.address, self.nbytes, self._pieces)
             _libc.mprotect(self.address, self.nbytes, mmap.PROT_READ)
             why = writable and f"{why} as read-only; {writable}"
         return why
-
-    def _register(self, flags: int) -> str:
-        why = ""
-        for step in (self.nbytes, _PIECE):
-            for offset in range(0, self.nbytes, step):
-                if why := _host_register(self.address + offset, min(step, self.nbytes - offset), flags):
-                    self.unregister()
-                    break
-                self._pieces.append(self.address + offset)
-            if not why or self.nbytes <= _PIECE:
-                break
-        return why
-
-
-def _host_register(address: int, nbytes: int, flags: int) -> str:
-    try:
-        code = int(_cudart().cudaHostRegister(address, nbytes, flags))
-        if code == 0:
-            return ""
-        why = f"CUDA error {code}, {_cudart().cudaGetErrorString(code)}"
-    except (RuntimeError, TypeError) as error:
-        why = str(error).splitlines()[0]
-    _clear_last_error()
-    return why
-
-
-def _clear_last_error() -> None:
-    """The runtime keeps a failure as its last error, which the next launch would report as its own: let one do so here."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda").add_(1)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
 
 
 class RowMapping:
@@ -126,22 +84,28 @@ class RowMapping:
     def __init__(self, memories: Sequence[_Memory], files: Sequence[OpenFile]):
         self._memories = list(memories)
         self._files = [(os.dup(file.handle), file.path, file.size) for file in files]
+        self._close_files = weakref.finalize(self, _close_all, [handle for handle, _, _ in self._files])
         self.notes: tuple[str, ...] = ()
 
-    def check(self) -> None:
-        """Is behind the mapping what was mapped? A file that is cut in place kills whoever reads past its end.
-
-        Raises:
-            TableError: a file was cut, or another one has taken its name (its rows are still those that were mapped).
-        """
+    def check_length(self) -> None:
+        """Raises TableError where a file was cut in place, which would kill whoever reads past its end."""
         for handle, path, size in self._files:
             about = os.fstat(handle)
             if size is not None and about.st_size < size and not is_device(about):
                 raise TableError(
                     f"{path}: cut from {size:,} to {about.st_size:,} bytes since it was mapped; write it again and map it anew"
                 )
+
+    def check(self) -> None:
+        """Is behind the mapping what was mapped?
+
+        Raises:
+            TableError: a file was cut, or another one has taken its name (its rows are still those that were mapped).
+        """
+        self.check_length()
+        for handle, path, _ in self._files:
             try:
-                same = os.path.samestat(about, os.stat(path))
+                same = os.path.samestat(os.fstat(handle), os.stat(path))
             except OSError:
                 same = False
             if not same:
@@ -178,12 +142,17 @@ class RowMapping:
         """Take it from the GPU; closing twice does nothing."""
         self._unregister()
         self._memories.clear()
-        while self._files:
-            os.close(self._files.pop()[0])
+        self._files.clear()
+        self._close_files()
 
     def _unregister(self) -> None:
         for memory in self._memories:
             memory.unregister()
+
+
+def _close_all(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)
 
 
 def map_runs(runs: Sequence[Run], *, populate: bool = False, register: bool = False) -> tuple[torch.Tensor, _Memory | None]:

@@ -79,7 +79,10 @@ class OpenFile:
     def read(self, offset: int, count: int) -> bytes:
         """``count`` bytes, fewer at the file's end."""
         if not self.device:
-            return os.pread(self.handle, count, offset)
+            try:
+                return os.pread(self.handle, count, offset)
+            except OSError as error:
+                raise self._unreadable(offset, error) from error
         with self._window(offset, count) as (view, first):
             return view[first : first + count]
 
@@ -91,10 +94,16 @@ class OpenFile:
                 view[:] = window[first : first + len(view)]
             return
         while done < len(view):
-            got = os.preadv(self.handle, [view[done:]], offset + done)
+            try:
+                got = os.preadv(self.handle, [view[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(offset + done, error) from error
             if not got:
                 raise TableError(f"{self.path}: ends at byte {offset + done}, {self.size} when it was opened; open the table again")
             done += got
+
+    def _unreadable(self, offset: int, error: OSError) -> TableError:
+        return TableError(f"{self.path}: cannot be read at byte {offset} ({error.strerror}); copy it from where it is sound")
 
     @contextlib.contextmanager
     def _window(self, offset: int, count: int):
@@ -111,4 +120,6 @@ class OpenFile:
             view.close()
 
     def close(self) -> None:
-        os.close(self.handle)
+        # The number may become another file's: nothing must read by it any more.
+        handle, self.handle = self.handle, -1
+        os.close(handle)

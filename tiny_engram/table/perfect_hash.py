@@ -19,7 +19,7 @@ __all__ = ["PerfectHash", "index_shape"]
 _KEYS_PER_BUCKET = 4
 _SLOTS_PER_KEY = 1.1
 _TRIES = 1 << 18  # (key, displacement) pairs tried in one numpy pass
-_LAST_DISPLACEMENT = 1 << 26
+_MOST_TRIES = 1 << 24  # such pairs for one size of bucket: a second's work, which only keys chosen to collide need
 
 
 def index_shape(capacity: int) -> tuple[int, int]:
@@ -48,12 +48,12 @@ class PerfectHash:
             capacity: keys that the shape is made for (K unless told), so that indexes of fewer keys have the same shape.
 
         Raises:
-            TableError: a key is negative or given twice, or there are more keys than ``capacity``.
+            TableError: a key is negative or given twice, keys were chosen to collide, or there are more keys than ``capacity``.
         """
-        values = np.asarray(keys.cpu().numpy()).reshape(-1)
-        capacity = values.size if capacity is None else capacity
-        if values.dtype != np.int64 or values.size > capacity:
+        capacity = keys.numel() if capacity is None else capacity
+        if keys.dtype != torch.int64 or keys.numel() > capacity:
             raise TableError(f"keys are {keys.dtype} {list(keys.shape)}: expected at most {capacity} of torch.int64")
+        values = np.asarray(keys.cpu().numpy()).reshape(-1)
         if values.size and values.min() < 0:
             raise TableError(f"key {values.min()} is negative: expected 0 or more, -1 marks empty slots")
         if np.unique(values).size != values.size:
@@ -92,8 +92,11 @@ def _place(mixed: np.ndarray, slots: int, buckets: int) -> tuple[np.ndarray, np.
         waiting = np.flatnonzero(sizes == size)
         first = 0
         while waiting.size:
-            if first > _LAST_DISPLACEMENT:
-                raise TableError(f"no perfect hash of {mixed.size} keys in {slots} slots: expected random keys; give more capacity")
+            if first * size > _MOST_TRIES:
+                raise TableError(
+                    f"no perfect hash of {mixed.size} keys in {slots} slots: expected keys that were not chosen to collide; "
+                    "leave some out, or give more capacity"
+                )
             # The fewer buckets wait, the more displacements are tried in one pass.
             tries = np.arange(first, first + max(1, min(1024, _TRIES // (waiting.size * size))))
             first += tries.size

@@ -3,6 +3,7 @@
 Row ids depend on tokens alone, so they are known before the first layer runs. Imports torch, kernels and tiny_engram.errors.
 """
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Protocol
@@ -97,8 +98,7 @@ class Prefetcher:
         if self.device.type == "cuda":
             self._stream = stream or side_stream(self.device)
             self._ready = torch.cuda.Event()
-        else:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._employ()
 
     @torch.no_grad()
     def start(self, row_ids: torch.Tensor) -> None:
@@ -136,6 +136,8 @@ class Prefetcher:
                     raise
                 self._ready.record(self._stream)
         else:
+            if self._process != os.getpid():
+                self._employ()  # a fork has all but the thread, and would wait for it for ever
             self._future = self._worker.submit(self._read, ids, rows)
         self._lead = lead
 
@@ -154,8 +156,15 @@ class Prefetcher:
         if self.device.type == "cuda" and self._captured != torch.cuda.is_current_stream_capturing():
             raise TableError(f"start was {'' if self._captured else 'not '}captured into a graph: expected wait in the same one")
         self._lead = None
+        if self._process != os.getpid():
+            raise TableError("start was called before this process was forked, which has no such thread: call start again")
         self._join()
         return self.staging[: lead.numel()].view(*lead, self.columns * self.staging.shape[-1])
+
+    def _employ(self) -> None:
+        self._process = os.getpid()
+        if self.device.type == "cpu":
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
 
     # -- the steps that order depends on, each by itself; tests leave one out to see that it is needed ------------------------------
 

@@ -250,6 +250,9 @@ class ShardedTable:
             if partial:
                 raise TableError(f"ranks {partial} hold a part of {self.rows_total} rows: host_shared takes the whole table; use split")
             return
+        for rank, (*_, first, rows) in enumerate(ranks):
+            if not 0 <= first <= first + rows <= self.rows_total:
+                raise TableError(f"rank {rank} holds rows {first}..{first + rows - 1} of {self.rows_total}: split by shard_range")
         end = 0
         for first, rows in sorted(facts[3:] for facts in ranks if facts[4]):
             if first != end:

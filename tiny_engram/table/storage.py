@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import Literal, Protocol, Self, get_args
 
 import torch
@@ -64,6 +65,8 @@ class RowStorage:
         self.rows, self.head_dim = payload.shape
         self.device = payload.device
         self._block = block
+        # A mapped file that was cut kills whoever reads past its end: every way to the rows looks first.
+        self._check_length: Callable[[], None] | None = getattr(block, "check_length", None)
         self._notes: tuple[str, ...] = ()
         self._parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None
         self._parts = payload, scale, _records_of(payload, scale) if layout == "record" else None
@@ -124,7 +127,10 @@ class RowStorage:
     @property
     def payload(self) -> torch.Tensor:
         """float8_e4m3fn ``[R, D]``, a view."""
-        return self._open()[0]
+        parts = self._open()
+        if self._check_length is not None:
+            self._check_length()
+        return parts[0]
 
     @property
     def scale(self) -> torch.Tensor:
@@ -200,16 +206,22 @@ class RowStorage:
                     progress((first + count) * self.row_bytes, self.nbytes)
         except BaseException:
             copy.close()
+            if path is not None:
+                Path(path).unlink(missing_ok=True)
             raise
         return copy
 
     def report(self, *, out_of_bounds: int = 0) -> TableReport:
         """Where the rows are and how they are held, read from the system now; a table adds the ids that it counted."""
-        payload, _, _ = self._open()
+        self._open()
         block, notes = self._block, self._notes
         share = nodes = None
         if block is not None:
             notes += tuple(block.notes)
+            try:
+                getattr(block, "check", lambda: None)()
+            except TableError as error:
+                notes += (str(error),)
             if self.rows:
                 share = block.huge_page_share()
                 nodes, why = block.numa_nodes()
@@ -222,7 +234,7 @@ class RowStorage:
             nbytes=self.nbytes,
             layout=self.layout,
             home=self.home,
-            device=str(payload.device),
+            device=str(self.device),
             registered=block is not None and block.registered,
             locked=block is not None and block.locked,
             huge_page_share=share,
@@ -233,7 +245,7 @@ class RowStorage:
 
     def close(self) -> None:
         """Let go of the rows; closing twice does nothing. Memory returns with the last view taken of it."""
-        block, self._block, self._parts = self._block, None, None
+        block, self._block, self._parts, self._check_length = self._block, None, None, None
         if block is not None:
             block.close()
 
@@ -260,10 +272,10 @@ def check_rows(payload: torch.Tensor, scale: torch.Tensor, *, lead: tuple[int, .
     width = payload.shape[-1] if head_dim is None and payload.ndim else head_dim or 0
     if payload.dtype != torch.float8_e4m3fn or scale.dtype != torch.uint8:
         raise TableError(f"payload is {payload.dtype}, scale {scale.dtype}: expected float8_e4m3fn and uint8")
-    if tuple(payload.shape) != (*lead, width) or tuple(scale.shape) != (*lead, width // BLOCK) or width % BLOCK:
+    if tuple(payload.shape) != (*lead, width) or tuple(scale.shape) != (*lead, width // BLOCK) or width < 1 or width % BLOCK:
         raise TableError(
             f"payload {list(payload.shape)} and scale {list(scale.shape)}: expected {[*lead, width]} "
-            f"and {[*lead, width // BLOCK]}, {BLOCK} values per scale"
+            f"and {[*lead, width // BLOCK]}, {BLOCK} values per scale, a multiple of {BLOCK} in a row"
         )
 
 

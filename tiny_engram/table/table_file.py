@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.header import TensorSpan, parse_json
+from tiny_engram.table.header import TensorSpan, clipped, parse_json
 from tiny_engram.table.open_file import OpenFile
 from tiny_engram.table.table_digest import BLOCK_ROWS, Progress, table_digest, verify_rows
 
@@ -131,6 +131,8 @@ class TableFile:
         try:
             return verify_rows(self, self.blocks, first=first, last=last, progress=progress)
         except TableError as error:
+            if str(error).startswith(f"{self.path}:"):
+                raise
             raise TableError(f"{self.path}: {error}") from error
 
     def close(self) -> None:
@@ -154,14 +156,16 @@ class TableFile:
         return self._open[key]
 
     def _refuse(self, what: str) -> TableError:
-        return TableError(f"{self.path}: {what}")
+        return TableError(f"{self.path}: {clipped(what)}")
 
     def _read_index(self) -> tuple[dict[str, Any], dict[str, Path]]:
         try:
-            with open(self.path, "rb") as file:
-                text = file.read(_MAX_INDEX + 1)
-        except OSError as error:
-            raise self._refuse(f"cannot read the index ({error.strerror or error})") from error
+            # A FIFO would wait for its other end for ever; like this it is empty.
+            with open(self.path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                text = file.read(_MAX_INDEX + 1) or b""
+        except (OSError, ValueError) as error:
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise self._refuse(f"cannot read the index ({why}); expected a .safetensors.index.json file") from error
         if len(text) > _MAX_INDEX:
             raise self._refuse(f"more than {_MAX_INDEX} bytes, expected an index of a sharded table")
         index = parse_json(text, self._refuse, "the index")
@@ -179,7 +183,7 @@ class TableFile:
         lonely = []
         for name in places:
             found = _WEIGHT.fullmatch(name)
-            if found is None:
+            if found is None or not name.isprintable():
                 continue
             first = found["first"]
             scale = f"{found['prefix']}embed.scale" + (f".rows.{first}" if first is not None else "")

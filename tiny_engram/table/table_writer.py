@@ -1,5 +1,5 @@
-"""Write tables: in pieces, whole or not at all, by one writer at a time. Imports torch, errors, files; of this package header, table_digest
-and table_file.
+"""Write tables: in pieces, whole or not at all, by one writer at a time. Imports torch, errors, files; of this package header, storage,
+table_digest and table_file.
 
 A file grows under the name `.<name>.writing`, which its writer holds locked, and takes its own name when it is complete and on disk.
 The lock dies with its process: what a killed writer left is taken over by the next one. The digest is counted on the way and
@@ -20,6 +20,7 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.files import sync_folder, write_atomically
 from tiny_engram.table.header import PAGE, WRITING, Header, build_header
+from tiny_engram.table.storage import check_rows
 from tiny_engram.table.table_digest import BLOCK_ROWS, Progress, RowSource, as_bytes, block_digest, check_block, each_block, table_digest
 from tiny_engram.table.table_file import INDEX_SUFFIX, KEY, TableFile, table_metadata
 
@@ -30,6 +31,7 @@ class RowTensors:
     """A table in memory as a source: payload float8_e4m3fn ``[R, D]``, scale uint8 ``[R, D / 32]``, on any device, strided or not."""
 
     def __init__(self, payload: torch.Tensor, scale: torch.Tensor):
+        check_rows(payload, scale)
         self._payload, self._scale = payload, scale
         self.rows, self.head_dim = payload.shape
 
@@ -62,7 +64,7 @@ def writer_of(path: Path) -> tuple[int, bool] | None:
     """(process id, whether it still runs) of whoever writes the file; None where nobody ever began or it is complete."""
     try:
         handle = os.open(draft_path(path), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return None
     try:
         head = os.pread(handle, 16, 0)
@@ -84,9 +86,7 @@ class Draft:
         """Raises TableError: there is a file (and ``replace`` is False), somebody else writes it, or it cannot be made."""
         self.path = path
         self._place = draft_path(path)
-        if path.is_dir():
-            raise TableError(f"{path}: is a folder, expected the name of a file")
-        if path.exists() and not replace:
+        if os.path.lexists(path) and not replace:
             raise TableError(f"{path}: is there already, expected a new file; ask to replace it, or choose another name")
         try:
             self.handle = self._lock()
@@ -134,7 +134,7 @@ class Draft:
         """Raises TableError where the file system has no room, before any row is written."""
         status = os.fstatvfs(self.handle)
         free = status.f_bavail * status.f_frsize
-        if nbytes > free:
+        if nbytes > free and status.f_blocks:  # a tmpfs without a limit says that it has no blocks at all
             raise TableError(f"{self.path}: needs {nbytes:,} bytes, {free:,} are free there; free space or choose another folder")
 
     def publish(self) -> None:
@@ -243,9 +243,15 @@ def write_table(
             the new table is left then, and the old files are as they were.
     """
     rows, path = rows_of(source), Path(path)
+    if not prefix.isprintable():
+        raise TableError(f"prefix {prefix[:60]!r} of the tensor names: expected characters that print, such as 'model.layers.1.engram.'")
+    if not path.name or "\0" in path.name:
+        raise TableError(f"{str(path)!r}: is no name of a file, expected one such as 'table.safetensors'")
     if prefix and not prefix.endswith("."):
         prefix += "."
     try:
+        if path.is_dir():
+            raise TableError(f"{path}: is a folder, expected the name of a file")
         if shard_bytes is None:
             return _write_single(path, rows, prefix, progress, replace)
         return _write_shards(path, rows, prefix, shard_bytes, progress, replace)
@@ -312,6 +318,8 @@ def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, 
             finish(draft, header)
         about = table_metadata(source.rows, source.head_dim, blocks)
         text = json.dumps({"metadata": {"total_size": source.rows * row_bytes, KEY: about}, "weight_map": places}, indent=1)
+        if index.exists() and not replace:  # of a writer with other shards, who has just ended
+            raise TableError(f"{index}: is there already, expected a new file; ask to replace it, or choose another name")
         # Without an index there is no table: an end between two renames cannot leave a mixture of old and new.
         index.unlink(missing_ok=True)
         while drafts:

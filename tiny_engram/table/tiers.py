@@ -5,7 +5,6 @@ time that ids take to the host). The others are assumed, and say from what.
 """
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any
 
 from tiny_engram.errors import TableError
 
-__all__ = ["DEFAULT_TIERS", "DEVICE", "Tier", "load_tiers", "tiers_from_dict"]
+__all__ = ["DEFAULT_TIERS", "DEVICE", "LEAST", "MOST", "Tier", "load_tiers", "tiers_from_dict"]
 
 DEVICE = "device"
+LEAST, MOST = 1e-9, 1e15  # of any figure: what is computed from them stays a number
 _MAX_FILE = 16 * 2**20
 
 
@@ -46,12 +46,12 @@ class Tier:
     def __post_init__(self):
         for field in ("latency_us", "ns_per_row", "gb_per_s", *(("capacity_gib",) if self.capacity_gib is not None else ())):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise TableError(f"tier {self.name!r}: {field} is {value!r}, expected a number from 0")
-        if not self.gb_per_s:
-            raise TableError(f"tier {self.name!r}: gb_per_s is 0, expected more")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+                raise TableError(f"tier {self.name!r}: {field} is {str(value)[:40]!r}, expected a number from 0 to {MOST:.0e}")
+        if self.gb_per_s < LEAST:
+            raise TableError(f"tier {self.name!r}: gb_per_s is {self.gb_per_s}, expected more")
         rows = [point[0] for point in self.points]
-        if rows != sorted(set(rows)) or any(not (math.isfinite(n) and math.isfinite(us) and n > 0 and us > 0) for n, us in self.points):
+        if rows != sorted(set(rows)) or any(not (0 < n <= MOST and 0 < us <= MOST) for n, us in self.points):
             raise TableError(f"tier {self.name!r}: points {list(self.points)[:4]}, expected (rows, microseconds) with rows ascending")
 
     def fetch_us(self, rows: float, row_bytes: int) -> float:
@@ -144,7 +144,9 @@ def tiers_from_dict(found: Mapping[str, Any], row_bytes: int, where: str = "tier
     for name, about in described.items():
         if not isinstance(about, Mapping) or (unknown := set(about) - fields):
             what = f"unknown {sorted(unknown)}" if isinstance(about, Mapping) else repr(about)  # pyright: ignore[reportPossiblyUnboundVariable]
-            raise TableError(f"{where}: tier {name!r} has {what}, expected {sorted(fields)}")
+            raise TableError(f"{where}: tier {name[:60]!r} has {what[:100]}, expected {sorted(fields)}")
+        if not name.isprintable() or not str(about.get("source", "")).isprintable():
+            raise TableError(f"{where}: tier {name[:60]!r} or its source does not print: expected words")
         base = known.get(name)
         start = {} if base is None else {field: getattr(base, field) for field in fields - {"source"}}
         if base is not None and {"latency_us", "ns_per_row"} & set(about):
@@ -155,8 +157,9 @@ def tiers_from_dict(found: Mapping[str, Any], row_bytes: int, where: str = "tier
             raise TableError(f"{where}: tier {name!r} lacks {sorted(lacking)}; only {sorted(known)} have defaults")
         try:
             values["points"] = tuple((float(rows), float(us)) for rows, us in values.get("points", ()))
-        except (TypeError, ValueError) as error:
-            raise TableError(f"{where}: tier {name!r} has points {values['points']!r}, expected [[rows, microseconds], ...]") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            points = str(values["points"])[:100]
+            raise TableError(f"{where}: tier {name!r} has points {points}, expected [[rows, microseconds], ...]") from error
         known[name] = Tier(name=str(name), **values)
     return tuple(known.values())
 
@@ -172,8 +175,8 @@ def _of_costs(entries: Mapping[str, Any], row_bytes: int, where: str) -> dict[st
         points: Any = entry.get(old) if isinstance(entry, Mapping) else None
         try:
             fastest = max(rows * row_bytes / us / 1e3 for rows, us in points)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise TableError(f"{where}: entry {key!r} has {old} {points!r}, expected [[rows, microseconds], ...]") from error
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise TableError(f"{where}: entry {key!r} has {old} {str(points)[:100]}, expected [[rows, microseconds], ...]") from error
         # Fewer rows than were measured take as long as the fewest.
         found[new] = {"points": points, "latency_us": points[0][1], "gb_per_s": fastest, "source": f"measured: {key}"}
     return found

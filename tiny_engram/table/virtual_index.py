@@ -52,6 +52,8 @@ class VirtualRows:
             doubles = int((ids[1:] == ids[:-1]).sum())
             if doubles:
                 raise TableError(f"{doubles} of {ids.numel()} row ids are given twice: raise the collision counter and rehash")
+            if bool((ids == -1).any()):
+                raise TableError("row id -1 stands for no row, which reads as zeros: expected any other id")
             present = int(self._places(ids)[1].sum())
             if present:
                 raise TableError(f"{present} of {ids.numel()} row ids are in the table already: raise the collision counter and rehash")
