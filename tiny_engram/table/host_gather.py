@@ -121,12 +121,13 @@ class HostGather:
             absent: bool ``[N]`` on the device: rows to be zeros, whatever their id.
         """
         count = ids.numel()
-        step = min(count, self.chunk_rows(count) * _GROUP_CHUNKS)
-        if self._places.numel() < step:
+        step = self.chunk_rows(count) * _GROUP_CHUNKS
+        room = min(step, _power(count))
+        if self._places.numel() < room:
             with torch.inference_mode(False):
-                self._places = torch.arange(step, device=self._device)
+                self._places = torch.arange(room, device=self._device)
         for group in self._groups:
-            group.hold(step)
+            group.hold(room)
         with closing(self._chunks(ids)) as chunks:
             for start, stop, records in chunks:
                 turn, offset = divmod(start, step)
