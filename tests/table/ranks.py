@@ -15,6 +15,7 @@ from tiny_engram.errors import TableError
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.sharding import ShardedTable, shard_range
 from tiny_engram.table.storage import RowStorage
+from tiny_engram.table.table_writer import write_table
 
 HEAD_DIM = 64
 ROWS = 1003  # divisible by neither 2 nor 3
@@ -101,6 +102,9 @@ def disagreements(rank, world, folder):
 
     wider = RowStorage.allocate(count, HEAD_DIM * (1 + rank), home="pageable")
     more = shard_range(ROWS, rank, world + 1)
+    for number in range(2 * (rank == 0)):
+        write_table(folder / f"digest-{number}", FillRule(HEAD_DIM, number).rows(torch.arange(9)))
+    dist.barrier()
     return {
         "rows_total": make(rows_total=ROWS + rank),
         "head_dim": make(storage=wider),
@@ -109,6 +113,8 @@ def disagreements(rank, world, folder):
         "overlap": make(first_row=first - (10 if rank == world - 1 else 0)),
         "too few ranks": make(storage=part(*more, source), first_row=more[0]),
         "shared parts": make(mode="host_shared"),
+        "empty and elsewhere": make(storage=part(0, 0 if rank else ROWS, source), first_row=rank and ROWS + 1),
+        "digest": said(lambda: ShardedTable.from_file(folder / f"digest-{min(rank, 1)}")),
         "good": make(),
     }
 

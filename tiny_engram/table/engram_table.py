@@ -28,7 +28,8 @@ __all__ = ["EngramTable"]
 class EngramTable:
     """Rows by id; make one with :meth:`dense`, :meth:`virtual`, :meth:`over`, :meth:`allocate` or :meth:`open`.
 
-    Row id -1 is "no row": it reads as zeros whatever ``bounds`` says. Lookups of ids on a device are for one thread at a time.
+    Row id -1 is "no row": it reads as zeros whatever ``bounds`` says. Lookups of ids on a device are for one thread at a time; so is
+    a virtual table while rows are added or removed.
 
     Attributes:
         bounds: what an id without a row does where the lookup does not say: "fatal" raises and names it, "warn" reads zeros and

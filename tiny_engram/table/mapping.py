@@ -89,8 +89,11 @@ class RowMapping:
 
     def check_length(self) -> None:
         """Raises TableError where a file was cut in place, which would kill whoever reads past its end."""
-        for handle, path, size in self._files:
-            about = os.fstat(handle)
+        for handle, path, size in tuple(self._files):
+            try:
+                about = os.fstat(handle)
+            except OSError:
+                return  # closed meanwhile by another thread; the rows stay as long as somebody reads them
             if size is not None and about.st_size < size and not is_device(about):
                 raise TableError(
                     f"{path}: cut from {size:,} to {about.st_size:,} bytes since it was mapped; write it again and map it anew"

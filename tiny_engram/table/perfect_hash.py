@@ -72,11 +72,6 @@ class PerfectHash:
         """The same index on another device."""
         return PerfectHash(self.keys.to(device), self.displacement.to(device))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index."""
-        return self.keys.nbytes + self.displacement.nbytes
-
 
 def _place(mixed: np.ndarray, slots: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
     """Displacements int32 ``[buckets]`` and the slot of each key int64 ``[K]``, all different."""

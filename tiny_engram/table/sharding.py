@@ -110,19 +110,20 @@ class ShardedTable:
             device: for ``home="device"``.
 
         Raises:
-            TableError: a rank could not read; every rank raises and names it.
+            TableError: a rank could not read, or reads a file of another digest; every rank raises and names it.
         """
         _need_group(group)
 
-        def read() -> tuple[RowStorage, int, int]:
+        def read() -> tuple[RowStorage, int, int, str | None]:
             with TableFile(path) as source:
                 first, count = shard_range(source.rows, dist.get_rank(group), dist.get_world_size(group))
                 storage = RowStorage.allocate(count, source.head_dim, home=home, device=device)
                 for start in range(0, count, _READ_ROWS):
                     storage.write(start, *source.read(first + start, min(_READ_ROWS, count - start)))
-                return storage, first, source.rows
+                return storage, first, source.rows, source.digest
 
-        storage, first, total = _together(read, f"reading {path}", group)
+        storage, first, total, digest = _together(read, f"reading {path}", group)
+        _check_digests(digest, path, group)
         return cls(storage, first_row=first, rows_total=total, group=group)
 
     @classmethod
@@ -135,13 +136,14 @@ class ShardedTable:
             group: None takes the default group.
 
         Raises:
-            TableError: a rank could not load, write or attach; every rank raises and names it.
+            TableError: a rank could not load, write or attach, or hosts loaded other rows; every rank raises and names it.
         """
         _need_group(group)
         hosts = _gather_objects(_folder_identity(Path(path)), group)
         rank = dist.get_rank(group)
         loads = hosts.index(hosts[rank]) == rank
-        _together(lambda: write_pool(path, load()) if loads else None, f"writing the shared copy {path}", group)
+        digest = _together(lambda: write_pool(path, load()) if loads else None, f"writing the shared copy {path}", group)
+        _check_digests(digest, path, group)
         storage = _together(lambda: map_rows(path, register=torch.cuda.is_available()), f"attaching to {path}", group)
         return cls(storage, first_row=0, rows_total=storage.rows, group=group, mode="host_shared")
 
@@ -309,6 +311,14 @@ def _together(action: Callable[[], T], what: str, group: dist.ProcessGroup | Non
     if bad:
         raise TableError(f"{what} failed on {len(bad)} of {len(told)} ranks ({'; '.join(bad)})") from failure
     return result  # pyright: ignore[reportReturnType]
+
+
+def _check_digests(mine: str | None, path: str | Path, group: dist.ProcessGroup | None) -> None:
+    """Raises TableError on every rank where ranks know different digests; a rank that knows none (None) believes the others."""
+    told = {rank: digest for rank, digest in enumerate(_gather_objects(mine, group)) if digest is not None}
+    if len(set(told.values())) > 1:
+        said = ", ".join(f"rank {rank}: {digest[:16]}" for rank, digest in told.items())
+        raise TableError(f"{path}: digests differ between ranks ({said}): give all of them the same table")
 
 
 def _folder_identity(path: Path) -> tuple[str, int, int]:

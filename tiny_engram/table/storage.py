@@ -127,9 +127,9 @@ class RowStorage:
     @property
     def payload(self) -> torch.Tensor:
         """float8_e4m3fn ``[R, D]``, a view."""
-        parts = self._open()
-        if self._check_length is not None:
-            self._check_length()
+        parts, check = self._open(), self._check_length  # another thread may close meanwhile
+        if check is not None:
+            check()
         return parts[0]
 
     @property

@@ -87,7 +87,6 @@ class TableFile:
             self.parts = self._find_parts(names, places)
             self.rows = self.parts[-1].first_row + self.parts[-1].rows
             self.head_dim: int = self.parts[0].payload.shape[1]
-            self.metadata = {key: value for key, value in metadata.items() if key != KEY}
             self.digest, self.blocks = self._stored_digest(metadata.get(KEY))
         except BaseException:
             self.close()
