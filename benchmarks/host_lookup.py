@@ -209,8 +209,8 @@ def tune(bench: Bench, storage: RowStorage) -> None:
     repeats = 3 if bench.dry else 9
     staged = torch.empty((count, storage.row_bytes), dtype=torch.uint8, pin_memory=not bench.dry)
     read: dict[tuple[int, Tuning], float] = {}
-    for threads, ahead, far, streaming in itertools.product((8, 12, 16), (4, 8, 16, 32), (False, True), (False, True)):
-        tuning = Tuning(ahead=ahead, far=far, streaming=streaming)
+    for threads, ahead, far in itertools.product((8, 12, 16), (4, 8, 16, 32), (False, True)):
+        tuning = Tuning(ahead=ahead, far=far)
         pool = GatherPool(library, min(threads, most), tuning)
         planner = planner_with(storage, bench.device, pool)
         alone = bench.times({"": lambda ids, _, pool=pool: gather_all(pool, storage, ids.cpu(), staged)}, bench.ids(storage.rows, count), 3)

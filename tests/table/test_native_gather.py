@@ -54,7 +54,7 @@ def gathered(pool: GatherPool, storage: RowStorage, ids: torch.Tensor, chunk_row
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-@pytest.mark.parametrize("tuning", [Tuning(), Tuning(ahead=0), Tuning(ahead=200, far=False), Tuning(streaming=True)], ids=str)
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(ahead=0), Tuning(ahead=200, far=False)], ids=str)
 @pytest.mark.parametrize(("head_dim", "layout"), [(256, "record"), (256, "split"), (32, "record"), (32, "split")])
 def test_same_bytes_as_index_select(library, threads, tuning, head_dim, layout):
     storage, rule = filled(head_dim, layout)

@@ -21,8 +21,8 @@ from .storage import RowStorage
 __all__ = ["HostGather", "gather_records", "gathering"]
 
 # A copy must last longer (80 us for 16,384 rows of 264 B) than it takes to start, and the first chunk's gather and the last
-# one's copy have nothing to hide behind: chunks are an eighth of a lookup, between these.
-_LEAST_ROWS, _MOST_ROWS = 4096, 16_384
+# one's copy have nothing to hide behind: chunks are a quarter of a lookup, between these.
+_LEAST_ROWS, _MOST_ROWS = 8192, 32_768
 _SLOTS = 4  # chunks of staging; small enough for the copy to find them in the caches
 _GROUP_CHUNKS = 2  # chunks that one launch dequantises
 _SELECTED_ROWS, _SELECTED_SLOTS = 65_536, 2  # of index_select: each call wakes torch's threads, 90 us
@@ -110,7 +110,7 @@ class HostGather:
             return self._chunk_rows
         if self._pool is None:
             return min(_SELECTED_ROWS, _power(count))
-        return min(_MOST_ROWS, max(_LEAST_ROWS, _power(count // 8)))
+        return min(_MOST_ROWS, max(_LEAST_ROWS, _power(count // 4)))
 
     def read(self, ids: torch.Tensor, out: torch.Tensor, absent: torch.Tensor | None = None) -> None:
         """Rows of ``ids`` into ``out``, enqueued on the current stream.

@@ -24,7 +24,7 @@ typedef struct {
     const int64_t *ids;
     int64_t count;
     uint8_t *out;
-    int64_t chunk_rows, slots, ahead, far, streaming;
+    int64_t chunk_rows, slots, ahead, far;
 } te_job;
 
 typedef struct {
@@ -65,21 +65,6 @@ static inline void fetch(const uint8_t *from, int64_t bytes, int64_t far) {
         else __builtin_prefetch((const void *)line, 0, 3);
 }
 
-static inline void copy(uint8_t *to, const uint8_t *from, int64_t bytes, int64_t streaming) {
-#ifdef __x86_64__
-    if (streaming && ((uintptr_t)to | (uintptr_t)bytes) % 8 == 0) {
-        for (int64_t at = 0; at < bytes; at += 8) {
-            long long word;
-            memcpy(&word, from + at, 8);
-            _mm_stream_si64((long long *)(void *)(to + at), word);
-        }
-        return;
-    }
-#endif
-    (void)streaming;
-    memcpy(to, from, (size_t)bytes);
-}
-
 static void gather(te_pool *p, int64_t first, int64_t count, uint8_t *out) {
     const te_job *j = &p->job;
     int64_t ids[BLOCK], width = j->payload_bytes + j->scale_bytes;
@@ -98,12 +83,9 @@ static void gather(te_pool *p, int64_t first, int64_t count, uint8_t *out) {
         int64_t row = i - j->ahead;
         if (row < 0) continue;
         uint8_t *to = out + row * width;
-        copy(to, j->payload + ids[row] * j->payload_stride, j->payload_bytes, j->streaming);
-        if (j->scale_bytes) copy(to + j->payload_bytes, j->scale + ids[row] * j->scale_stride, j->scale_bytes, j->streaming);
+        memcpy(to, j->payload + ids[row] * j->payload_stride, (size_t)j->payload_bytes);
+        if (j->scale_bytes) memcpy(to + j->payload_bytes, j->scale + ids[row] * j->scale_stride, (size_t)j->scale_bytes);
     }
-#ifdef __x86_64__
-    if (j->streaming) _mm_sfence();
-#endif
 }
 
 static int work(te_pool *p) {

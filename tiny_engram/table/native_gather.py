@@ -39,17 +39,15 @@ _DIGEST = 32  # bytes of sha256 behind the library: loading a damaged one could 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How threads read and write memory; benchmarks/host_lookup.py --tune compares.
+    """How threads read memory; benchmarks/host_lookup.py --tune compares.
 
     Attributes:
         ahead: rows asked for before they are copied.
         far: ask for them in the second cache, not the first.
-        streaming: store past the caches, where rows are multiples of 8 bytes.
     """
 
-    ahead: int = 12
+    ahead: int = 16
     far: bool = True
-    streaming: bool = False
 
 
 class _Job(ctypes.Structure):
@@ -70,7 +68,6 @@ class _Job(ctypes.Structure):
         ("slots", ctypes.c_int64),
         ("ahead", ctypes.c_int64),
         ("far", ctypes.c_int64),
-        ("streaming", ctypes.c_int64),
     ]
 
 
