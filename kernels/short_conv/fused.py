@@ -1,154 +1,156 @@
-"""The short convolution in Triton, forward and backward. Imports torch, triton and how the gate cuts rows into blocks.
+"""The short convolution in Triton, one kernel for each direction. Imports torch, triton and how the gate cuts rows into blocks.
 
-A sum over D (one row) and a sum over time (one channel) do not fit one program, so each direction takes two kernels: forward
-the inverse norm of every row, then taps and SiLU over tiles of time x channels; backward the slope before SiLU over the same
-tiles (in float32, with one partial sum of the taps' gradient for each program), then row by row the gradient of v.
+Taps lie `dilation` steps apart, so a program that walks over every dilation-th step (one phase) of a segment of time meets a
+row K times in turn: it holds the last K - 1 normalised rows of D channels in registers, and v leaves DRAM once for the norm and
+all taps. Backward the same walk also holds the last K - 1 slopes before SiLU, which is what the gradient of the oldest row
+waits for. A segment starts K - 1 rows early, and backward also ends K - 1 late; those rows are all that is read twice.
+
+Bytes from DRAM: forward v and out; backward v, the gradient and the result. The gradient comes back for its row K - 1 steps
+later, from L2. Taps are multiplied by norm_weight beforehand, and both their gradients are made of the same K sums a channel,
+of slope times normalised row: a program leaves its own and torch adds them, so no result depends on the order of programs.
 """
 # The stubs know neither launch options, nor that static_range can be walked over, nor that a tuple grows at compile time.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ..engram_gate.launch import launch_for, row_blocks, slots_for
-
-# A tile of 16 steps and 128 channels: 16 values a thread forward and 8 backward, and taps a few steps back are in the L1 cache.
-_STEPS, _CHANNELS = 16, 128
-# Tiles that one program of the backward walks over: its partial sums cost 4 K / (16 * 8) bytes a value.
-_TILES = 8
+from ..engram_gate.launch import multiprocessors, power_of_two, row_blocks
 
 
-@triton.jit(do_not_specialize=["T", "rows", "slots"])
-def _inverse_kernel(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """One way to launch a direction."""
+
+    warps: int
+    resident: int  # programs on an SM at a time
+    stages: int  # depth to which loads run ahead of the walk
+
+
+# Rows that a program walks over at least, where there are enough: below, the rows that segments share cost too much.
+_LEAST = 24
+
+
+@triton.jit
+def _read(row, at, inside, D: tl.constexpr):
+    return tl.load(row + at, mask=inside & (at < D), other=0.0)
+
+
+@triton.jit
+def _taps(weight, norm_weight, copy, lanes, D: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """float32 taps times norm_weight, one block for each tap and chunk."""
+    taps = ()
+    for j in tl.static_range(TAPS):
+        for i in tl.static_range(CHUNKS):
+            at = copy * D + i * BLOCK + lanes
+            real = i * BLOCK + lanes < D
+            tap = tl.load(weight + at * TAPS + j, mask=real, other=0.0).to(tl.float32)
+            taps = taps + (tap * tl.load(norm_weight + at, mask=real, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    blocks = ()
+    for _ in tl.static_range(COUNT):
+        blocks = blocks + (tl.zeros([BLOCK], tl.float32),)
+    return blocks
+
+
+@triton.jit
+def _convolve(row, taps, begun, AHEAD: tl.constexpr, TAPS: tl.constexpr, CHUNKS: tl.constexpr):
+    """One step of the walk: (the sum that this row ends, the K - 1 sums begun for later steps, next first).
+
+    With `AHEAD` the convolution is the adjoint, and the sum that ends belongs to the row K - 1 steps ago. Sums move on and not
+    rows, because a loop that only shuffles values is one whose loads Triton does not run ahead.
+    """
+    ended = ()
+    later = ()
+    for j in tl.static_range(TAPS):
+        for i in tl.static_range(CHUNKS):
+            total = taps[j * CHUNKS + i] * row[i] if AHEAD else taps[(TAPS - 1 - j) * CHUNKS + i] * row[i]
+            if j < TAPS - 1:
+                total += begun[j * CHUNKS + i]
+            if j == 0:
+                ended = ended + (total,)
+            else:
+                later = later + (total,)
+    return ended, later
+
+
+@triton.jit(do_not_specialize=["T", "phases", "segments", "length"])
+def _forward_kernel(
+    out,
     inverse,
     v,
+    weight,
+    norm_weight,
     T,
-    rows,
-    slots,
+    phases,
+    segments,
+    length,
     v_batch,
     v_time,
     v_copy,
     eps,
     D: tl.constexpr,
     COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    copy = (program % COPIES).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    for n in tl.range(program // COPIES, rows, slots):
-        row = tl.cast(n, tl.int64)
-        base = v + (row // T) * v_batch + (row % T) * v_time + copy * v_copy
-        squares = tl.zeros([BLOCK], tl.float32)
-        for i in tl.static_range(CHUNKS):
-            at = i * BLOCK + lanes
-            wide = tl.load(base + at, mask=at < D, other=0.0).to(tl.float32)
-            squares += wide * wide
-        tl.store(inverse + row * COPIES + copy, tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares) / D + eps)))
-
-
-@triton.jit
-def _normed(v, inverse, batch, steps, copy, channels, norm, T, v_batch, v_time, v_copy, D: tl.constexpr, COPIES: tl.constexpr):
-    """float32 ``[steps, channels]`` of rms(v) * norm_weight; zeros before the sequence and after it."""
-    inside = (steps >= 0) & (steps < T)
-    places = (batch * T + steps) * COPIES + copy
-    scale = tl.load(inverse + places, mask=inside, other=0.0)
-    at = batch * v_batch + steps * v_time + copy * v_copy
-    wide = tl.load(v + at[:, None] + channels[None, :], mask=inside[:, None] & (channels < D)[None, :], other=0.0).to(tl.float32)
-    return wide * scale[:, None] * norm[None, :]
-
-
-@triton.jit(do_not_specialize=["T"])
-def _mix_kernel(
-    out,
-    slope,
-    partial,
-    v,
-    grad,
-    inverse,
-    weight,
-    norm_weight,
-    T,
-    v_batch,
-    v_time,
-    v_copy,
-    grad_batch,
-    grad_time,
-    grad_copy,
-    D: tl.constexpr,
-    COPIES: tl.constexpr,
     TAPS: tl.constexpr,
     DILATION: tl.constexpr,
-    STEPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TILES: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Forward: `out`. Backward: `slope`, the gradient before SiLU, and `partial`, this program's part of the taps' gradient."""
-    across: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
-    copy = (program // across % COPIES).to(tl.int64)
-    segment = program // (across * COPIES)
-    segments = tl.cdiv(T, STEPS * TILES)
+    phase = program % phases
+    copy = (program // phases % COPIES).to(tl.int64)
+    segment = program // (phases * COPIES)
     batch = (segment // segments).to(tl.int64)
-    channels = (program % across) * CHANNELS + tl.arange(0, CHANNELS)
-    real = channels < D
-    norm = tl.load(norm_weight + copy * D + channels, mask=real, other=0.0).to(tl.float32)
-    sums = ()
-    for _ in tl.static_range(TAPS):
-        sums = sums + (tl.zeros([CHANNELS], tl.float32),)
-    first = (segment % segments) * TILES
-    for tile in tl.range(first, tl.minimum(first + TILES, tl.cdiv(T, STEPS))):
-        steps = tl.cast(tile, tl.int64) * STEPS + tl.arange(0, STEPS)
-        inside = (steps < T)[:, None] & real[None, :]
-        mixed = tl.zeros([STEPS, CHANNELS], tl.float32)
-        for j in tl.static_range(TAPS):
-            tap = tl.load(weight + (copy * D + channels) * TAPS + j, mask=real, other=0.0).to(tl.float32)
-            past = steps - (TAPS - 1 - j) * DILATION
-            normed = _normed(v, inverse, batch, past, copy, channels, norm, T, v_batch, v_time, v_copy, D, COPIES)
-            mixed += normed * tap[None, :]
-        place = ((batch * T + steps) * COPIES + copy)[:, None] * D + channels[None, :]
-        grown = 1.0 + tl.exp(-mixed)
-        if BACKWARD:
-            at = batch * grad_batch + steps * grad_time + copy * grad_copy
-            above = tl.load(grad + at[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-            share = tl.div_rn(tl.full([STEPS, CHANNELS], 1.0, tl.float32), grown)
-            before = above * share * (1.0 + mixed * (1.0 - share))
-            tl.store(slope + place, before, mask=inside)
-            if NEED_WEIGHT:
-                new_sums = ()
-                for j in tl.static_range(TAPS):
-                    past = steps - (TAPS - 1 - j) * DILATION
-                    normed = _normed(v, inverse, batch, past, copy, channels, norm, T, v_batch, v_time, v_copy, D, COPIES)
-                    new_sums = new_sums + (sums[j] + tl.sum(before * normed, axis=0),)
-                sums = new_sums
-        else:
-            at = batch * v_batch + steps * v_time + copy * v_copy
-            own = tl.load(v + at[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-            result = own + tl.div_rn(mixed, grown)
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
-    if NEED_WEIGHT:
-        for j in tl.static_range(TAPS):
-            place = ((segment.to(tl.int64) * COPIES + copy) * D + channels) * TAPS + j
-            tl.store(partial + place, sums[j], mask=real)
+    first = (segment % segments) * length
+    end = tl.minimum(first + length, tl.cdiv(T - phase, DILATION))
+    lanes = tl.arange(0, BLOCK)
+    taps = _taps(weight, norm_weight, copy, lanes, D, TAPS, BLOCK, CHUNKS)
+    begun = _zeros((TAPS - 1) * CHUNKS, BLOCK)
+    for n in tl.range(first - (TAPS - 1), end, num_stages=STAGES):
+        time = tl.cast(n, tl.int64) * DILATION + phase
+        row = (batch * T + time) * COPIES + copy
+        values = ()
+        squares = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            found = _read(v + batch * v_batch + time * v_time + copy * v_copy, i * BLOCK + lanes, time >= 0, D).to(tl.float32)
+            values = values + (found,)
+            squares += found * found
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares) / D + eps))
+        own = n >= first
+        tl.store(inverse + row, scale, mask=own)
+        scale = tl.where(time >= 0, scale, 0.0)
+        normed = ()
+        for i in tl.static_range(CHUNKS):
+            normed = normed + (values[i] * scale,)
+        mixes, begun = _convolve(normed, taps, begun, False, TAPS, CHUNKS)
+        for i in tl.static_range(CHUNKS):
+            mixed = mixes[i]
+            result = values[i] + mixed / (1.0 + tl.exp(-mixed))
+            at = i * BLOCK + lanes
+            tl.store(out + row * D + at, result.to(out.dtype.element_ty), mask=own & (at < D))
 
 
-@triton.jit(do_not_specialize=["T", "rows", "slots"])
-def _rows_kernel(
+@triton.jit(do_not_specialize=["T", "phases", "segments", "length"])
+def _backward_kernel(
     grad_v,
     partial,
     grad,
-    slope,
     v,
     inverse,
     weight,
     norm_weight,
     T,
-    rows,
-    slots,
+    phases,
+    segments,
+    length,
     v_batch,
     v_time,
     v_copy,
@@ -162,68 +164,104 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     NEED_V: tl.constexpr,
-    NEED_NORM: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """The gradient of v from the slope before SiLU, and this program's part of norm_weight's."""
+    BACK: tl.constexpr = TAPS - 1
     program = tl.program_id(0)
-    copy = (program % COPIES).to(tl.int64)
-    slot = program // COPIES
+    phase = program % phases
+    copy = (program // phases % COPIES).to(tl.int64)
+    segment = program // (phases * COPIES)
+    batch = (segment // segments).to(tl.int64)
+    first = (segment % segments) * length
+    end = tl.minimum(first + length, tl.cdiv(T - phase, DILATION))
     lanes = tl.arange(0, BLOCK)
-    sums = ()
-    for _ in tl.static_range(CHUNKS):
-        sums = sums + (tl.zeros([BLOCK], tl.float32),)
-    for n in tl.range(slot, rows, slots):
-        row = tl.cast(n, tl.int64)
-        batch = row // T
-        time = row % T
-        scale = tl.load(inverse + row * COPIES + copy)
-        inner = tl.zeros([BLOCK], tl.float32)
-        values = ()
-        pulls = ()
-        new_sums = ()
+    taps = _taps(weight, norm_weight, copy, lanes, D, TAPS, BLOCK, CHUNKS)
+    past = _zeros(BACK * CHUNKS, BLOCK)
+    pulls = _zeros(BACK * CHUNKS, BLOCK)
+    sums = _zeros(TAPS * CHUNKS, BLOCK)
+    last = end
+    if NEED_V:
+        last = end + BACK
+    for n in tl.range(first - BACK, last, num_stages=STAGES):
+        time = tl.cast(n, tl.int64) * DILATION + phase
+        inside = (time >= 0) & (time < T)
+        scale = tl.load(inverse + (batch * T + time) * COPIES + copy, mask=inside, other=0.0)
+        window = past
         for i in tl.static_range(CHUNKS):
-            at = i * BLOCK + lanes
-            real = at < D
-            found = tl.zeros([BLOCK], tl.float32)
+            found = _read(v + batch * v_batch + time * v_time + copy * v_copy, i * BLOCK + lanes, inside, D)
+            window = window + (found.to(tl.float32) * scale,)
+        slopes = ()
+        for i in tl.static_range(CHUNKS):
+            mixed = taps[i] * window[i]
+            for j in tl.static_range(1, TAPS):
+                mixed += taps[j * CHUNKS + i] * window[j * CHUNKS + i]
+            # Rows before the segment are another program's: without a gradient their slope is zero.
+            place = grad + batch * grad_batch + time * grad_time + copy * grad_copy
+            above = _read(place, i * BLOCK + lanes, inside & (n >= first), D).to(tl.float32)
+            share = 1.0 / (1.0 + tl.exp(-mixed))
+            slopes = slopes + (above * share * (1.0 + mixed * (1.0 - share)),)
+        if NEED_WEIGHT:
+            new_sums = ()
             for j in tl.static_range(TAPS):
-                ahead = (TAPS - 1 - j) * DILATION
-                tap = tl.load(weight + (copy * D + at) * TAPS + j, mask=real, other=0.0).to(tl.float32)
-                place = slope + ((row + ahead) * COPIES + copy) * D + at
-                found += tap * tl.load(place, mask=real & (time + ahead < T), other=0.0)
-            wide = tl.load(v + batch * v_batch + time * v_time + copy * v_copy + at, mask=real, other=0.0).to(tl.float32)
-            new_sums = new_sums + (sums[i] + found * (wide * scale),)
-            pull = found * tl.load(norm_weight + copy * D + at, mask=real, other=0.0).to(tl.float32)
-            inner += pull * wide
-            values = values + (wide,)
-            pulls = pulls + (pull,)
-        sums = new_sums
+                for i in tl.static_range(CHUNKS):
+                    counted = slopes[i]
+                    if NEED_V:
+                        # Rows after the segment are another program's too.
+                        counted = tl.where(n < end, counted, 0.0)
+                    new_sums = new_sums + (sums[j * CHUNKS + i] + counted * window[j * CHUNKS + i],)
+            sums = new_sums
         if NEED_V:
-            shrink = tl.sum(inner) * scale * scale * scale / D
+            oldest = time - BACK * DILATION
+            own = n - BACK >= first
+            row = (batch * T + oldest) * COPIES + copy
+            ended, pulls = _convolve(slopes, taps, pulls, True, TAPS, CHUNKS)
+            inner = tl.zeros([BLOCK], tl.float32)
+            for i in tl.static_range(CHUNKS):
+                inner += ended[i] * window[i]
+            shrink = tl.sum(inner) / D
+            scale = tl.load(inverse + row, mask=own, other=0.0)
             for i in tl.static_range(CHUNKS):
                 at = i * BLOCK + lanes
-                place = grad + batch * grad_batch + time * grad_time + copy * grad_copy + at
-                above = tl.load(place, mask=at < D, other=0.0).to(tl.float32)
-                result = above + (scale * pulls[i] - shrink * values[i])
-                tl.store(grad_v + (row * COPIES + copy) * D + at, result.to(grad_v.dtype.element_ty), mask=at < D)
-    if NEED_NORM:
-        for i in tl.static_range(CHUNKS):
-            at = i * BLOCK + lanes
-            tl.store(partial + (slot.to(tl.int64) * COPIES + copy) * D + at, sums[i], mask=at < D)
+                above = _read(grad + batch * grad_batch + oldest * grad_time + copy * grad_copy, at, own, D).to(tl.float32)
+                result = above + scale * (ended[i] - shrink * window[i])
+                tl.store(grad_v + row * D + at, result.to(grad_v.dtype.element_ty), mask=own & (at < D))
+        kept = ()
+        for i in tl.static_range(BACK * CHUNKS):
+            # The zero makes a new value of it, see _convolve.
+            kept = kept + (window[CHUNKS + i] + 0.0,)
+        past = kept
+    if NEED_WEIGHT:
+        for j in tl.static_range(TAPS):
+            for i in tl.static_range(CHUNKS):
+                at = i * BLOCK + lanes
+                place = ((segment * phases + phase).to(tl.int64) * TAPS + j) * COPIES + copy
+                tl.store(partial + place * D + at, sums[j * CHUNKS + i], mask=at < D)
+
+
+def walk_for(direction: str, size: int) -> Walk:
+    """A rule by registers; direction is "forward" or "backward"."""
+    block, chunks = row_blocks(size)
+    warps = max(1, min(power_of_two(-(-size // (32 * 10))), block // 64, 16))
+    return Walk(warps=warps, resident=4 if direction == "forward" else 2, stages=3)
 
 
 def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _programs(v: torch.Tensor, tiles: int) -> tuple[int, int]:
-    """(segments of time over all sequences, programs)."""
-    batch, time, copies, size = v.shape
-    segments = batch * -(-time // (_STEPS * tiles))
-    return segments, segments * copies * -(-size // _CHANNELS)
+def _segments(v: torch.Tensor, dilation: int, walk: Walk) -> tuple[int, int, int]:
+    """(phases, segments of a phase, steps of a segment): as many programs as the device holds at a time."""
+    batch, time, copies, _ = v.shape
+    phases = min(dilation, time)
+    steps = -(-time // dilation)
+    filled = walk.resident * multiprocessors(v.device) // (batch * copies * phases)
+    length = -(-steps // max(1, min(filled, steps // _LEAST)))
+    return phases, -(-steps // length), length
 
 
 def forward(
-    v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, dilation: int, eps: float
+    v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, dilation: int, eps: float, walk: Walk | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` and the inverse norms, float32 ``[B, T, copies]``."""
     batch, time, copies, size = v.shape
@@ -232,47 +270,29 @@ def forward(
     if out.numel() == 0:
         return out, inverse
     v = _last_contiguous(v)
-    launch, (block, chunks) = launch_for("forward", size), row_blocks(size)
-    slots = slots_for(launch, batch * time, copies, v.device)
+    walk, (block, chunks) = walk or walk_for("forward", size), row_blocks(size)
+    phases, segments, length = _segments(v, dilation, walk)
     with torch.cuda.device_of(v):
-        _inverse_kernel[(slots * copies,)](
+        _forward_kernel[(batch * segments * copies * phases,)](
+            out,
             inverse,
             v,
+            weight.contiguous(),
+            norm_weight.contiguous(),
             time,
-            batch * time,
-            slots,
+            phases,
+            segments,
+            length,
             *v.stride()[:3],
             eps,
             D=size,
             COPIES=copies,
-            BLOCK=block,
-            CHUNKS=chunks,
-            num_warps=launch.warps,
-        )
-        _mix_kernel[(_programs(v, 1)[1],)](
-            out,
-            None,
-            None,
-            v,
-            None,
-            inverse,
-            weight.contiguous(),
-            norm_weight.contiguous(),
-            time,
-            *v.stride()[:3],
-            0,
-            0,
-            0,
-            D=size,
-            COPIES=copies,
             TAPS=weight.shape[-1],
             DILATION=dilation,
-            STEPS=_STEPS,
-            CHANNELS=_CHANNELS,
-            TILES=1,
-            BACKWARD=False,
-            NEED_WEIGHT=False,
-            num_warps=4,
+            BLOCK=block,
+            CHUNKS=chunks,
+            STAGES=walk.stages,
+            num_warps=walk.warps,
         )
     return out, inverse
 
@@ -285,6 +305,7 @@ def backward(
     inverse: torch.Tensor,
     dilation: int,
     need: list[bool],
+    walk: Walk | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of v and (float32) of weight and norm_weight; an empty tensor for each that `need` leaves out."""
     batch, time, copies, size = v.shape
@@ -293,54 +314,38 @@ def backward(
     if v.numel() == 0:
         zeros = [torch.zeros(w.shape if n else (0,), device=v.device) for w, n in zip((weight, norm_weight), need[1:], strict=True)]
         return grad_v, zeros[0], zeros[1]
-    grad, v, weight, norm_weight = _last_contiguous(grad), _last_contiguous(v), weight.contiguous(), norm_weight.contiguous()
-    segments, programs = _programs(v, _TILES)
-    launch, (block, chunks) = launch_for("backward", size), row_blocks(size)
-    slots = slots_for(launch, batch * time, copies, v.device)
-    slope = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    parts = torch.empty((segments, *weight.shape) if need[1] else (0,), dtype=torch.float32, device=v.device)
-    norm_parts = torch.empty((slots, *norm_weight.shape) if need[2] else (0,), dtype=torch.float32, device=v.device)
-    sizes = {"D": size, "COPIES": copies, "TAPS": taps, "DILATION": dilation}
-    strides = (*v.stride()[:3], *grad.stride()[:3])
+    grad, v = _last_contiguous(grad), _last_contiguous(v)
+    walk, (block, chunks) = walk or walk_for("backward", size), row_blocks(size)
+    phases, segments, length = _segments(v, dilation, walk)
+    either = need[1] or need[2]
+    parts = torch.empty((batch * segments * phases, taps, copies, size) if either else (0,), dtype=torch.float32, device=v.device)
     with torch.cuda.device_of(v):
-        _mix_kernel[(programs,)](
-            None,
-            slope,
+        _backward_kernel[(batch * segments * copies * phases,)](
+            grad_v,
             parts,
-            v,
             grad,
+            v,
             inverse,
-            weight,
-            norm_weight,
+            weight.contiguous(),
+            norm_weight.contiguous(),
             time,
-            *strides,
-            **sizes,
-            STEPS=_STEPS,
-            CHANNELS=_CHANNELS,
-            TILES=_TILES,
-            BACKWARD=True,
-            NEED_WEIGHT=need[1],
-            num_warps=8,
+            phases,
+            segments,
+            length,
+            *v.stride()[:3],
+            *grad.stride()[:3],
+            D=size,
+            COPIES=copies,
+            TAPS=taps,
+            DILATION=dilation,
+            BLOCK=block,
+            CHUNKS=chunks,
+            NEED_V=need[0],
+            NEED_WEIGHT=either,
+            STAGES=walk.stages,
+            num_warps=walk.warps,
         )
-        if need[0] or need[2]:
-            _rows_kernel[(slots * copies,)](
-                grad_v,
-                norm_parts,
-                grad,
-                slope,
-                v,
-                inverse,
-                weight,
-                norm_weight,
-                time,
-                batch * time,
-                slots,
-                *strides,
-                **sizes,
-                BLOCK=block,
-                CHUNKS=chunks,
-                NEED_V=need[0],
-                NEED_NORM=need[2],
-                num_warps=launch.warps,
-            )
-    return grad_v, parts.sum(0) if need[1] else parts, norm_parts.sum(0) if need[2] else norm_parts
+    sums = parts.sum(0)
+    grad_weight = (sums * norm_weight).permute(1, 2, 0).contiguous() if need[1] else parts.new_empty(0)
+    grad_norm = (sums * weight.permute(2, 0, 1)).sum(0) if need[2] else parts.new_empty(0)
+    return grad_v, grad_weight, grad_norm
