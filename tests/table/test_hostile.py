@@ -1,5 +1,6 @@
 """What a stranger or an attacker does to a table: each ends in one clear line, and nothing hangs, dies, leaks or stays behind."""
 
+import errno
 import gc
 import json
 import os
@@ -195,6 +196,21 @@ def test_tables_that_nobody_closes_leave_no_handles(tmp_path):
     before = handles()
     for _ in range(5):
         EngramTable.open(tmp_path / "t").lookup(torch.tensor([5]))
+    assert handles() == before
+
+
+def test_too_many_files_to_keep_open(tmp_path, monkeypatch):
+    write_table(tmp_path / "t.safetensors", rows_by_rule(2 * 65_536), shard_bytes=1)
+    before, duplicate, left = handles(), os.dup, [1]
+
+    def limited(handle):
+        if not left:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return duplicate(handle) if left.pop() else -1
+
+    monkeypatch.setattr(os, "dup", limited)
+    with pytest.raises(TableError, match="2 files cannot be kept open .*; raise `ulimit -n`"):
+        map_rows(tmp_path / f"t{INDEX_SUFFIX}")
     assert handles() == before
 
 

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -83,8 +84,17 @@ class RowMapping:
 
     def __init__(self, memories: Sequence[_Memory], files: Sequence[OpenFile]):
         self._memories = list(memories)
-        self._files = [(os.dup(file.handle), file.path, file.size) for file in files]
-        self._close_files = weakref.finalize(self, _close_all, [handle for handle, _, _ in self._files])
+        self._files: list[tuple[int, Path, int | None]] = []
+        handles: list[int] = []
+        self._close_files = weakref.finalize(self, _close_all, handles)
+        for file in files:
+            try:
+                handles.append(os.dup(file.handle))
+            except OSError as error:
+                self.close()
+                why = f"{len(files)} files cannot be kept open ({error.strerror})"
+                raise TableError(f"{file.path}: {why}; raise `ulimit -n`, or convert to larger shards") from error
+            self._files.append((handles[-1], file.path, file.size))
         self.notes: tuple[str, ...] = ()
 
     def check_length(self) -> None:
