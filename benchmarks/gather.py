@@ -275,7 +275,7 @@ def tune(memory: torch.Tensor, pinned: torch.Tensor, clock: Clock) -> None:
         def action(tile: int = tile, programs: int = programs, warps: int = warps) -> None:
             hash_kernel.launch(ids, *constants, HASH.pad_id, None, None, None, None, out, tile=tile, programs=programs, warps=warps)
 
-        found.append((clock(action, repeats=10), f"tile {tile}, at most {programs} programs a size, warps {warps}"))
+        found.append((clock(action, repeats=10), f"tile {tile}, at most {programs} programs, warps {warps}"))
     show("hash, 1,048,576 tokens, one layer:", found)
 
 

@@ -1,13 +1,13 @@
 """The hash as one Triton kernel, bit for bit the reference. Imports torch and triton.
 
-A program hashes n-grams of one size: it prepares that size's primes once, then walks blocks of tokens.
+A program prepares all primes once, then walks blocks of tokens.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Row ids that a program makes at a time, and programs per n-gram size: each has blocks enough to repay its preparation.
+# Row ids of one n-gram size that a program makes at a time, and programs: each has blocks enough to repay its preparation.
 TILE = 2048
 PROGRAMS = 1024
 WARPS = 4
@@ -98,26 +98,42 @@ def _ngram_hash_kernel(
     ORDER: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
-    PADDED_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONE_ROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program (p, s): the (s + 2)-grams that end at the tokens of every num_programs-th block; strides are those of ``[rows, time]``."""
-    reach = tl.program_id(1) + 1
+    """Program p: all n-grams that end at the tokens of every num_programs-th block; strides are those of ``[rows, time]``.
+
+    A token's row ids stand side by side in memory, so one program writes them all: programs that each wrote their size's part
+    of other tokens reached 40 % of the copy rate.
+    """
     columns: tl.constexpr = (ORDER - 1) * HEADS
-    first = (reach - 1) * HEADS
     head = tl.arange(0, PADDED_HEADS)
     real = head < HEADS
-    prime = tl.load(primes + first + head, mask=real, other=2)
-    column = tl.arange(0, PADDED_COLUMNS)
-    before = tl.sum(tl.load(primes + column, mask=column < first, other=0), axis=0)
-    offset = before + tl.cumsum(prime, axis=0) - prime
-    factor = modulo_by(prime)
-    # What a modulus of the published sizes allows; padding heads hold 2 and are never stored.
-    narrow = (tl.max(prime, axis=0) < 536870912) & (tl.min(tl.where(real, prime, 3), axis=0) > 2)
-    small = tl.where(narrow & real, prime, 3).to(tl.uint32)
-    bits, first_factor, second_factor = narrow_by(small)
+    divisors = ()
+    offsets = ()
+    before = tl.zeros([], dtype=tl.int64)
+    least = tl.full([], 3, dtype=tl.int64)
+    largest = tl.full([], 3, dtype=tl.int64)
+    for size in tl.static_range(ORDER - 1):
+        prime = tl.load(primes + size * HEADS + head, mask=real, other=3)
+        divisors = divisors + (prime,)
+        offsets = offsets + (before + tl.cumsum(tl.where(real, prime, 0), axis=0) - prime,)
+        before += tl.sum(tl.where(real, prime, 0), axis=0)
+        least = tl.minimum(least, tl.min(prime, axis=0))
+        largest = tl.maximum(largest, tl.max(prime, axis=0))
+    # What moduli of the published sizes allow.
+    narrow = (largest < 536870912) & (least > 2)
+    factors = ()
+    narrow_bits = ()
+    narrow_first = ()
+    narrow_second = ()
+    for size in tl.static_range(ORDER - 1):
+        factors = factors + (modulo_by(divisors[size]),)
+        bits, first, second = narrow_by(tl.where(narrow, divisors[size], 3).to(tl.uint32))
+        narrow_bits = narrow_bits + (bits,)
+        narrow_first = narrow_first + (first,)
+        narrow_second = narrow_second + (second,)
 
     # Not tl.cdiv, whose sum passes 2**31 where the tokens just do not.
     for block in range(tl.program_id(0), (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
@@ -132,9 +148,8 @@ def _ngram_hash_kernel(
         dead = tl.zeros([BLOCK], dtype=tl.int1)
         for back in tl.static_range(ORDER):
             at = time - back
-            wanted = asked & (back <= reach)
-            now = wanted & (at >= 0)
-            past = wanted & (at < 0)
+            now = asked & (at >= 0)
+            past = asked & (at < 0)
             look_back = tl.load(ids + row * ids_row + at * ids_time, mask=now, other=0).to(tl.int64)
             if blocked is not None:
                 dead = dead | (tl.load(blocked + row * blocked_row + at * blocked_time, mask=now, other=0) != 0)
@@ -148,24 +163,24 @@ def _ngram_hash_kernel(
                     stop = tl.load(history_blocked + row * history_blocked_row + slot * history_blocked_time, mask=past, other=0)
                     dead = dead | (stop != 0)
             # Once one look-back is blocked every older one is pad too: an n-gram never reaches across a gap.
-            term = tl.where(dead, pad_id, look_back) * tl.load(multipliers + back)
-            running = running ^ tl.where(back <= reach, term, 0)
-        # Below 0 are only ids below 0 and products beyond 2**63, so that the work for them stands aside. There, as % does,
-        # x mod p = p - 1 - (~x mod p).
-        below = tl.min((running >> 32).to(tl.int32), axis=0) < 0
-        folded = (running ^ (running >> 63)).to(tl.uint64)
-        x = tl.broadcast_to(folded[:, None], [BLOCK, PADDED_HEADS])
-        if narrow:
-            remainder = narrow_modulo(x, small[None, :], bits[None, :], first_factor[None, :], second_factor[None, :]).to(tl.int64)
-        else:
-            divisor = tl.broadcast_to(prime.to(tl.uint64)[None, :], [BLOCK, PADDED_HEADS])
-            reciprocal = tl.broadcast_to(factor[None, :], [BLOCK, PADDED_HEADS])
-            remainder = modulo(x, divisor, reciprocal).to(tl.int64)
-        if below:
-            remainder = tl.where((running < 0)[:, None], prime[None, :] - 1 - remainder, remainder)
-        result = remainder + offset[None, :]
-        target = token.to(tl.int64)[:, None] * columns + (first + head)[None, :]
-        tl.store(out + target, result, mask=asked[:, None] & real[None, :])
+            running = running ^ (tl.where(dead, pad_id, look_back) * tl.load(multipliers + back))
+            if back > 0:
+                # Below 0 are only ids below 0 and products beyond 2**63, so that the work for them stands aside. There, as % does,
+                # x mod p = p - 1 - (~x mod p).
+                below = tl.min((running >> 32).to(tl.int32), axis=0) < 0
+                x = tl.broadcast_to((running ^ (running >> 63)).to(tl.uint64)[:, None], [BLOCK, PADDED_HEADS])
+                divisor = divisors[back - 1]
+                if narrow:
+                    known = (narrow_bits[back - 1][None, :], narrow_first[back - 1][None, :], narrow_second[back - 1][None, :])
+                    rest = narrow_modulo(x, divisor.to(tl.uint32)[None, :], known[0], known[1], known[2]).to(tl.int64)
+                else:
+                    wide = tl.broadcast_to(divisor.to(tl.uint64)[None, :], [BLOCK, PADDED_HEADS])
+                    factor = tl.broadcast_to(factors[back - 1][None, :], [BLOCK, PADDED_HEADS])
+                    rest = modulo(x, wide, factor).to(tl.int64)
+                if below:
+                    rest = tl.where((running < 0)[:, None], divisor[None, :] - 1 - rest, rest)
+                target = token.to(tl.int64)[:, None] * columns + ((back - 1) * HEADS + head)[None, :]
+                tl.store(out + target, rest + offsets[back - 1][None, :], mask=asked[:, None] & real[None, :])
 
 
 def _rows(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[torch.Tensor | None, int, int]:
@@ -204,7 +219,7 @@ def launch(
     padded = 1 << (heads - 1).bit_length()
     block = max(1, tile // padded)
     tokens = canonical.numel()
-    grid = (min(-(-tokens // block), programs), order - 1)
+    grid = (min(-(-tokens // block), programs),)
     with torch.cuda.device_of(canonical):
         _ngram_hash_kernel[grid](
             ids,
@@ -231,7 +246,6 @@ def launch(
             order,
             heads,
             padded,
-            1 << ((order - 1) * heads - 1).bit_length(),
             block,
             tokens == shape[-1],
             tokens + block >= 2**31,

@@ -75,7 +75,7 @@ def test_that_a_compiler_lacks_is_said_once(monkeypatch, gathered_by):
 def test_chunks_go_by_the_lookups_size(gathered_by):
     gather = HostGather(filled(10)[0], CPU)
     sizes = [gather.chunk_rows(count) for count in (1, 1000, 16_384, 65_536, 100_000, 262_144, 1 << 20)]
-    native = [4096, 4096, 4096, 8192, 16_384, 16_384, 16_384]
+    native = [8192, 8192, 8192, 16_384, 32_768, 32_768, 32_768]
     assert sizes == (native if gathered_by == "native" else [1, 1024, 16_384, 65_536, 65_536, 65_536, 65_536])
     assert HostGather(filled(10)[0], CPU, chunk_rows=5).chunk_rows(1000) == 5
 
