@@ -313,6 +313,17 @@ def test_no_row_is_ever_added_at_the_id_of_none():
     assert len(table) == 0 and not table.lookup(torch.tensor([-1])).any()
 
 
+def test_devices_that_are_none():
+    table = EngramTable.dense(*rows_by_rule(10))
+    for action in (
+        lambda: Prefetcher(table, capacity=1, columns=1, device="nowhere", dtype=torch.float32),
+        lambda: HotRows(table, capacity_rows=1, device="nowhere"),
+        lambda: RowStorage.allocate(1, 32, home="device", device="nowhere"),
+    ):
+        with pytest.raises(TableError, match="on nowhere cannot be had"):
+            action()
+
+
 def test_keys_that_were_chosen_to_collide():
     drawn = torch.unique(torch.randint(0, 1 << 62, (5000,), generator=torch.Generator().manual_seed(0)))
     keys = drawn[torch.from_numpy(bucket_of(mix(drawn.numpy()), 25) == 0)][:100]

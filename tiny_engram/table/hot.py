@@ -17,6 +17,7 @@ from tiny_engram.kernels.row_gather.bounds import count, outside
 
 from .engram_table import EngramTable
 from .perfect_hash import PerfectHash, index_shape
+from .storage import device_memory
 from .virtual_index import missing_rows
 
 __all__ = ["HotReport", "HotRows"]
@@ -76,7 +77,7 @@ class HotRows:
             decay: what a refresh multiplies earlier counts with, 0 (forget) to 1 (never forget).
 
         Raises:
-            TableError: a virtual table, or sizes that make no sense.
+            TableError: a virtual table, sizes that make no sense, or no such memory.
         """
         storage = table.storage
         if capacity_rows < 0 or window < 1 or not 0 <= decay <= 1:
@@ -85,7 +86,7 @@ class HotRows:
         self._storage = storage
         slots, buckets = index_shape(self.capacity)
         # Normal tensors: those made in inference mode could not be written by a later call outside it.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), device_memory(f"room for {self.capacity} rows", device, "take another, or hold fewer rows"):
             self._payload = torch.zeros((slots, table.head_dim), dtype=torch.uint8, device=device)
             self._scale = torch.zeros((slots, storage.row_bytes - table.head_dim), dtype=torch.uint8, device=device)
             self._keys = torch.full((slots,), EMPTY, dtype=torch.int64, device=device)

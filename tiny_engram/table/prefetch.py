@@ -13,6 +13,8 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import OUT_DTYPES, Bounds
 
+from .storage import device_memory
+
 __all__ = ["Prefetcher", "Rows", "side_stream"]
 
 
@@ -78,7 +80,7 @@ class Prefetcher:
             stream: None is the stream that all prefetchers of the device share.
 
         Raises:
-            TableError: sizes below 1, or another dtype.
+            TableError: sizes below 1, another dtype, or no such memory.
         """
         if capacity < 1 or columns < 1:
             raise TableError(f"capacity {capacity}, columns {columns}: expected 1 or more of each")
@@ -88,7 +90,7 @@ class Prefetcher:
         self.capacity, self.columns = capacity, columns
         self.bounds: Bounds | None = bounds
         # Normal tensors: those made in inference mode could not be written by a later call outside it.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), device_memory(f"room for {capacity} tokens", device, "take another, or read fewer at a time"):
             self.staging = torch.zeros((capacity, columns, table.head_dim), dtype=dtype, device=device)
             self._ids = torch.full((capacity, columns), -1, dtype=torch.int64, device=device)
         self.device = self.staging.device

@@ -1,6 +1,7 @@
 """RowStorage: the rows of a dense table, in one of two layouts and one of four homes. Imports torch, kernels, tiny_engram.errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Literal, Protocol, Self, get_args
@@ -106,11 +107,8 @@ class RowStorage:
             raise TableError(f"home {home!r} with path {path!r}, device {device!r}: expected a path for host memory, a device for 'device'")
         nbytes = rows * (head_dim + head_dim // BLOCK)
         if home == "device":
-            try:
+            with device_memory(f"{nbytes:,} B", device or "cuda", "keep the rows in host memory"):
                 buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device or "cuda")
-            except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-                why = str(error).splitlines()[0]
-                raise TableError(f"{nbytes:,} B on {device or 'cuda'} cannot be had ({why}); keep the rows in host memory") from error
             return cls(*_cut(buffer, rows, head_dim, layout), home=home, layout=layout)
         block = HostBlock.allocate(nbytes, shared=path, register=home == "pinned", lock=lock, progress=progress)
         real: Home = "pinned" if block.registered else "pageable"
@@ -258,6 +256,15 @@ class RowStorage:
     def _check_range(self, first_row: int, count: int) -> None:
         if first_row < 0 or count < 0 or first_row + count > self.rows:
             raise TableError(f"rows {first_row} to {first_row + count}: expected a range inside 0 to {self.rows}")
+
+
+@contextmanager
+def device_memory(what: str, device: torch.device | str, way_out: str) -> Iterator[None]:
+    """Raises TableError where memory taken inside cannot be had: no such device, or not enough."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise TableError(f"{what} on {device} cannot be had ({str(error).splitlines()[0]}); {way_out}") from error
 
 
 def check_rows(payload: torch.Tensor, scale: torch.Tensor, *, lead: tuple[int, ...] | None = None, head_dim: int | None = None) -> None:
