@@ -289,6 +289,16 @@ def test_a_pool_on_a_device(dax):
     assert same(map_rows(dax), rows)
 
 
+def test_a_device_is_not_converted_onto_itself(dax):
+    """Its rows would be overwritten before they are read."""
+    write_pool(dax, rows_by_rule(100))
+    with TableFile(dax) as file:
+        with pytest.raises(TableError, match="is read and to be written at once"):
+            write_pool(dax, file, prefix="another.", replace=True)
+        assert file.verify() == 1
+    assert same(map_rows(dax), rows_by_rule(100))
+
+
 def test_devices_that_are_none():
     with pytest.raises(TableError, match="header of 0 bytes"):
         map_rows("/dev/zero")
