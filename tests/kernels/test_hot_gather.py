@@ -131,6 +131,36 @@ def test_a_key_that_the_table_lacks_is_outside(name, rows):
 
 
 @pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("odd", ["hot rows", "table"])
+def test_one_home_may_be_aligned_to_bytes_only(name, odd):
+    payload, scale = table(10, 64, "split")
+    hot_payload, hot_scale, *index = hot_copy(payload, scale, torch.tensor([2, 7, 9]))
+
+    def odd_records(values, exponents):
+        held = torch.cat((values.view(torch.uint8), exponents, exponents[:, :1]), dim=1)
+        return held[:, :64].view(torch.float8_e4m3fn), held[:, 64:66]
+
+    ids = torch.arange(-1, 10)
+    there = odd_records(payload, scale) if odd == "table" else (payload, scale)
+    hot = odd_records(hot_payload, hot_scale) if odd == "hot rows" else (hot_payload, hot_scale)
+    with implementation(name):
+        out = hot_gather(*hot, *index, *there, ids)
+    assert same(out, row_gather(payload, scale, ids))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_first_bad_id_stays_when_more_are_counted(name):
+    payload, scale = table(10, 32)
+    hot = hot_copy(payload, scale, torch.tensor([2, 7]))
+    ids, violations = torch.arange(300) % 10, torch.zeros(2, dtype=torch.int64)
+    ids[[40, 120, 280]] = torch.tensor([10, 11, 12])
+    with implementation(name):
+        for _ in range(2):
+            hot_gather(*hot, payload, scale, ids, bounds="warn", violations=violations)
+    assert violations.tolist() == [6, 10]
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_out_empty_and_strided_ids(name):
     payload, scale = table(12, 64)
     hot = hot_copy(payload, scale, torch.tensor([0, 5, 11]), capacity=6)

@@ -139,6 +139,15 @@ def test_warn_reads_zeros_and_counts(name):
 
 
 @pytest.mark.parametrize("name", BOTH)
+def test_an_id_counts_once_where_several_programs_read_a_row(name):
+    payload, scale = table(2, 8224, "record")
+    ids, violations = [1, 2, -1, 5], torch.zeros(2, dtype=torch.int64)
+    with implementation(name):
+        out = row_gather(payload, scale, torch.tensor(ids), bounds="warn", violations=violations)
+    assert same(out, expected(payload, scale, ids, torch.float32)) and violations.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_shards_sum_to_the_whole(name):
     payload, scale = quantize_blocks(torch.randn(11, 64, generator=torch.Generator().manual_seed(0)))
     ids = torch.tensor([10, -1, 0, 3, 4, 5, 9, 4])
