@@ -3,6 +3,7 @@
     PYTHONPATH=. python3 benchmarks/gate.py             # benchmarks/results/kernels.json, section "gate"; under four minutes
     PYTHONPATH=. python3 benchmarks/gate.py --quick     # fewer sizes, no torch.compile, nothing written
     PYTHONPATH=. python3 benchmarks/gate.py --tune      # every launch of the table in kernels/engram_gate/launch.py, best first
+    PYTHONPATH=. python3 benchmarks/gate.py --conv      # the short convolution alone: check, times, and launches, best first
     PYTHONPATH=. python3 benchmarks/gate.py --sanitize  # one small run of each kernel, for compute-sanitizer
     PYTHONPATH=. python3 benchmarks/gate.py --dry       # tiny sizes by the interpreter on a CPU: does the script work?
 
@@ -34,6 +35,7 @@ from gpu import copy_rate, device_us, graph_us, need, record, row  # noqa: E402
 from tiny_engram.kernels.backend import implementation  # noqa: E402
 from tiny_engram.kernels.engram_gate import engram_gate, fused, launch  # noqa: E402
 from tiny_engram.kernels.engram_gate.reference import engram_gate_reference  # noqa: E402
+from tiny_engram.kernels.short_conv import fused as conv_fused  # noqa: E402
 from tiny_engram.kernels.short_conv import short_conv  # noqa: E402
 
 DEVICE = "cpu" if DRY else "cuda"
@@ -182,21 +184,27 @@ def against_torch(tokens: int, copies: int, size: int, compiled: bool) -> dict[s
     return found
 
 
+def conv(v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor) -> torch.Tensor:
+    return short_conv(v, weight, norm_weight, dilation=3, eps=EPS)
+
+
 def convolution(shape: tuple[int, int, int, int], rate: float) -> dict[str, float]:
     """Forward and backward of the short convolution; bytes are v and out, and with the gradient v, grad and its result."""
     v = torch.randn(shape, device=DEVICE, dtype=TYPE)
     weight = torch.randn(*shape[2:], 4, device=DEVICE, dtype=TYPE)
     norm_weight = torch.ones(shape[2:], device=DEVICE, dtype=TYPE)
-    wide = [t[:, :64].double() if t is v else t.double() for t in (v, weight, norm_weight)]
-    exact = short_conv(*wide, dilation=3, eps=EPS)
-    need(rms(short_conv(v, weight, norm_weight, dilation=3, eps=EPS)[:, :64], exact) <= 0.01 * float(exact.std()), "short convolution")
+    part = [v[:1, :200].clone(), weight, norm_weight]
+    above = torch.randn_like(part[0])
+    ours, exact = (gradients(conv, args, above) for args in (part, [t.double() for t in part]))
+    for name, a, e in zip(("out", "v", "weight", "norm_weight"), ours, exact, strict=True):
+        need(rms(a, e) <= 0.01 * float(e.square().mean().sqrt()), f"{name} of the short convolution: error {rms(a, e)}")
     found = {}
     for name in ("triton", "reference"):
         with implementation(name), torch.no_grad():
-            found[name] = queued(lambda: short_conv(v, weight, norm_weight, dilation=3, eps=EPS))
+            found[name] = queued(lambda: conv(v, weight, norm_weight))
         leaves = [t.detach().requires_grad_() for t in (v, weight, norm_weight)]
         with implementation(name):
-            out = short_conv(*leaves, dilation=3, eps=EPS)
+            out = conv(*leaves)
             found[f"{name} backward"] = queued(lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, v, retain_graph=True))
     found["share"] = 2 * v.nbytes / (found["triton"] * 1e-6) / rate
     found["share backward"] = 3 * v.nbytes / (found["triton backward"] * 1e-6) / rate
@@ -261,6 +269,32 @@ def tune(sizes: dict[tuple[int, int], list[int]], rate: float) -> None:
                 print(*(entry[2] for place, entry in enumerate(best) if entry[0] == 0 or place < 5), sep="\n", flush=True)
 
 
+def tune_convolution(shape: tuple[int, int, int, int], rate: float) -> None:
+    """Some launches of both directions beside the rule's, each checked against what the rule's gives."""
+    v, above = torch.randn(2, *shape, device=DEVICE, dtype=TYPE)
+    weight, norm_weight = torch.randn(*shape[2:], 4, device=DEVICE, dtype=TYPE), torch.ones(shape[2:], device=DEVICE, dtype=TYPE)
+    inverse = conv_fused.forward(v, weight, norm_weight, 3, EPS)[1]
+    ways: dict[str, Callable[[conv_fused.Walk | None], tuple[torch.Tensor, ...]]] = {
+        "forward": lambda walk: conv_fused.forward(v, weight, norm_weight, 3, EPS, walk),
+        "backward": lambda walk: conv_fused.backward(above, v, weight, norm_weight, inverse, 3, [True] * 3, walk),
+    }
+    # Warps, programs on an SM, stages.
+    others = {"forward": [(4, 4, 1), (4, 4, 4), (4, 5, 3), (2, 4, 3)], "backward": [(4, 3, 1), (4, 3, 3), (4, 2, 3), (8, 2, 1)]}
+    for direction, way in ways.items():
+        rule, timed = way(None), []
+        walks = [conv_fused.Walk(warps=w, resident=r, stages=s) for w, r, s in others[direction]]
+        for walk in [conv_fused.walk_for(direction, shape[-1], 4), *walks]:
+            try:
+                close = all(rms(a, b) <= 0.01 * float(b.double().square().mean().sqrt()) for a, b in zip(way(walk), rule, strict=True))
+                us = in_graph(lambda walk=walk, way=way: way(walk), calls=3)
+            except Exception as error:  # a launch that the device refuses must not end the sweep
+                print(f"  {direction} {walk}: {type(error).__name__} {str(error)[:200]}", flush=True)
+                continue
+            share = (2 if direction == "forward" else 3) * v.nbytes / (us * 1e-6) / rate
+            timed.append((us, f"{us:10.2f} us {share:6.1%} {'' if close else 'WRONG'} {walk} of {walk.registers} registers"))
+        print(f"short convolution {direction}, the rule's and others:", timed[0][1], *(t[1] for t in sorted(timed)), sep="\n", flush=True)
+
+
 def sanitize() -> None:
     """Odd sizes, masked and not, both forms: each kernel's every path once."""
     for copies, size in ((4, 160), (1, 33), (2, 5120)):
@@ -269,9 +303,9 @@ def sanitize() -> None:
             out = engram_gate(*leaves, eps=1e-6, form="paper" if mask is None else "v41", mask=mask, residual=copies > 1)
             out.float().square().sum().backward()
             need(all(bool(a.grad.isfinite().all()) for a in leaves if a.grad is not None), "a gradient of the gate is not finite")
-    conv = [torch.randn(s, device=DEVICE, dtype=TYPE).requires_grad_() for s in ((2, 37, 2, 40), (2, 40, 4), (2, 40))]
-    short_conv(*conv, dilation=3, eps=1e-6).float().square().sum().backward()
-    need(all(bool(a.grad.isfinite().all()) for a in conv if a.grad is not None), "a gradient of the convolution is not finite")
+    leaves = [torch.randn(s, device=DEVICE, dtype=TYPE).requires_grad_() for s in ((2, 37, 2, 40), (2, 40, 4), (2, 40))]
+    conv(*leaves).float().square().sum().backward()
+    need(all(bool(a.grad.isfinite().all()) for a in leaves if a.grad is not None), "a gradient of the convolution is not finite")
     if not DRY:
         torch.cuda.synchronize()
     print("gate and short convolution ran")
@@ -279,7 +313,7 @@ def sanitize() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for option in ("quick", "tune", "sanitize", "dry"):
+    for option in ("quick", "tune", "conv", "sanitize", "dry"):
         parser.add_argument(f"--{option}", action="store_true")
     args = parser.parse_args()
     need(args.dry == DRY, "--dry is for machines without a CUDA device, and all else needs one")
@@ -287,6 +321,11 @@ def main() -> None:
     with implementation("triton") if DRY else nullcontext():
         if args.sanitize:
             return sanitize()
+        conv_shape = (1, 20, 2, 40) if args.dry else (4, 4096, 4, 1280)
+        if args.conv:
+            rate = 1e10 if args.dry else copy_rate()
+            convolution(conv_shape, rate)
+            return tune_convolution(conv_shape, rate)
         sizes = TINY if args.dry else QUICK if args.quick or args.tune else FULL
         for copies, size in sizes:
             check(3 if args.dry else 333, copies, size)
@@ -295,15 +334,15 @@ def main() -> None:
         if args.tune:
             return tune(sizes, rate)
         figures = sweep(sizes, rate, heavy_from=0 if args.dry else HEAVY)
-        conv = convolution((1, 20, 2, 40) if args.dry else (4, 4096, 4, 1280), rate)
+        conv_us = convolution(conv_shape, rate)
         (copies, size), lengths = next(iter(sizes.items()))
         # A compiled backward gives its saved tensors away, unless told that it will run again.
         with config.patch(donated_buffer=False):
             torch_us = against_torch(lengths[-1], copies, size, compiled=not args.quick)
-    rows = rows_of(figures, torch_us, conv)
+    rows = rows_of(figures, torch_us, conv_us)
     print(*(f"{r['measure']}: {r['figure']} {r['target']} {'' if r['met'] is None else r['met']}" for r in rows), sep="\n")
     if not (args.dry or args.quick):
-        record("kernels", "gate", figures={"copy_rate": rate, "gate": figures, "torch_us": torch_us, "short_conv": conv}, rows=rows)
+        record("kernels", "gate", figures={"copy_rate": rate, "gate": figures, "torch_us": torch_us, "short_conv": conv_us}, rows=rows)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,13 @@ class Walk:
     resident: int  # programs on an SM at a time
     stages: int  # depth to which loads run ahead of the walk
 
+    @property
+    def registers(self) -> int:
+        """What a thread may take so that `resident` programs fit."""
+        return min(255, _REGISTERS // (32 * self.warps * self.resident) // 8 * 8)
 
+
+_REGISTERS = 65536  # of an SM
 # Rows that a program walks over at least, where there are enough: below, the rows that segments share cost too much.
 _LEAST = 24
 
@@ -239,11 +245,19 @@ def _backward_kernel(
                 tl.store(partial + place * D + at, sums[j * CHUNKS + i], mask=at < D)
 
 
-def walk_for(direction: str, size: int) -> Walk:
-    """A rule by registers; direction is "forward" or "backward"."""
+def walk_for(direction: str, size: int, taps: int) -> Walk:
+    """A rule by registers; direction is "forward" or "backward".
+
+    A thread has about 10 values of a row, at least two of a block (a copy that runs ahead moves 4 bytes or more). Each value
+    takes what the walk holds: forward K taps and K - 1 sums begun, backward K taps, K sums, K rows and K - 1 sums begun. The
+    estimates are ptxas's counts for sm_90 at K = 4, backward less what it gives up without spilling much.
+    """
     block, chunks = row_blocks(size)
     warps = max(1, min(power_of_two(-(-size // (32 * 10))), block // 64, 16))
-    return Walk(warps=warps, resident=4 if direction == "forward" else 2, stages=3)
+    values = -(-block * chunks // (32 * warps))
+    registers = max(64, (2 * taps + 4) * values) if direction == "forward" else 60 + (3 * taps - 1) * values
+    resident = max(1, min(_REGISTERS // (32 * warps * registers), 64 // warps, 32))
+    return Walk(warps=warps, resident=resident, stages=3 if direction == "forward" else 2)
 
 
 def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -270,7 +284,7 @@ def forward(
     if out.numel() == 0:
         return out, inverse
     v = _last_contiguous(v)
-    walk, (block, chunks) = walk or walk_for("forward", size), row_blocks(size)
+    walk, (block, chunks) = walk or walk_for("forward", size, weight.shape[-1]), row_blocks(size)
     phases, segments, length = _segments(v, dilation, walk)
     with torch.cuda.device_of(v):
         _forward_kernel[(batch * segments * copies * phases,)](
@@ -293,6 +307,7 @@ def forward(
             CHUNKS=chunks,
             STAGES=walk.stages,
             num_warps=walk.warps,
+            maxnreg=walk.registers,
         )
     return out, inverse
 
@@ -315,7 +330,7 @@ def backward(
         zeros = [torch.zeros(w.shape if n else (0,), device=v.device) for w, n in zip((weight, norm_weight), need[1:], strict=True)]
         return grad_v, zeros[0], zeros[1]
     grad, v = _last_contiguous(grad), _last_contiguous(v)
-    walk, (block, chunks) = walk or walk_for("backward", size), row_blocks(size)
+    walk, (block, chunks) = walk or walk_for("backward", size, taps), row_blocks(size)
     phases, segments, length = _segments(v, dilation, walk)
     either = need[1] or need[2]
     parts = torch.empty((batch * segments * phases, taps, copies, size) if either else (0,), dtype=torch.float32, device=v.device)
@@ -344,8 +359,13 @@ def backward(
             NEED_WEIGHT=either,
             STAGES=walk.stages,
             num_warps=walk.warps,
+            maxnreg=walk.registers,
         )
-    sums = parts.sum(0)
-    grad_weight = (sums * norm_weight).permute(1, 2, 0).contiguous() if need[1] else parts.new_empty(0)
-    grad_norm = (sums * weight.permute(2, 0, 1)).sum(0) if need[2] else parts.new_empty(0)
+    grad_weight, grad_norm = parts.new_empty(0), parts.new_empty(0)
+    if either:
+        sums = parts.sum(0)
+        if need[1]:
+            grad_weight = (sums * norm_weight).permute(1, 2, 0).contiguous()
+        if need[2]:
+            grad_norm = (sums * weight.permute(2, 0, 1)).sum(0)
     return grad_v, grad_weight, grad_norm

@@ -54,8 +54,15 @@ def check(shape, dilation, dtype, device, rms_error):
         assert rms_error(a, e) <= 2 * rms_error(b, e) + slack, name
 
 
-# Below the receptive field, several tiles, two segments of time, several blocks of channels and of a row, one tap.
-SHAPES = [((1, 1, 1, 8, 4), 3), ((2, 7, 2, 9, 4), 3), ((1, 131, 1, 12, 3), 5), ((1, 3, 1, 1100, 4), 1), ((3, 4, 1, 5, 1), 3)]
+# Below the receptive field, fewer steps than phases, segments of time that do not end together, several blocks of a row, one tap.
+SHAPES = [
+    ((1, 1, 1, 8, 4), 3),
+    ((2, 7, 2, 9, 4), 3),
+    ((1, 3, 1, 5, 3), 5),
+    ((1, 101, 1, 12, 3), 2),
+    ((1, 3, 1, 1100, 4), 1),
+    ((3, 4, 1, 5, 1), 3),
+]
 CASES = [(shape, torch.float32) for shape in SHAPES] + [(((2, 19, 2, 33, 2), 1), dtype) for dtype in (torch.bfloat16, torch.float16)]
 
 
