@@ -9,6 +9,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 import tiny_engram
+from tiny_engram.cli import main
 from tiny_engram.pipelines.loaders import load_pipeline
 
 
@@ -61,6 +62,17 @@ def test_teaching_a_concept(readme, checkout, capsys):
     exec(compile(fewer_steps(code), "README.md", "exec"), {"__name__": "readme"})
     assert "bytes of rows and gates" in capsys.readouterr().out
     assert tiny_engram.Concept.load(checkout / "out/duck/concept.safetensors").trigger == "zed-quack"
+
+
+def test_reading_a_table(readme, checkout, capsys):
+    code = next(code for code in blocks(readme, "python") if "EngramTable" in code)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert "100,000 rows of 256 values" in capsys.readouterr().out
+    commands = [shlex.split(line) for block in blocks(readme, "sh") for line in block.splitlines() if " rows.safetensors" in line]
+    assert {command[2] for command in commands} == {"inspect", "verify", "convert"}
+    for command in commands:
+        assert main([word.replace("/dev/shm", str(checkout / "out")) for word in command[1:]]) == 0
+    assert (checkout / "out/rows.safetensors").stat().st_size > 100_000 * 264
 
 
 def test_every_command_is_understood(readme):
