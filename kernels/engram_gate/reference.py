@@ -21,6 +21,11 @@ def engram_gate_reference(
     """Gate; arguments and result as in :func:`engram_gate`."""
     compute = torch.promote_types(x.dtype, torch.float32)
     wide_x, wide_key, wide_value = x.to(compute), key.to(compute), value.to(compute)
+    if mask is not None:
+        # What stands at a masked token may be NaN, and a gradient's zero times NaN would reach all weights.
+        wide_x, wide_key, wide_value = (
+            torch.where(mask.view(*mask.shape, *(1,) * (wide.ndim - mask.ndim)), 1.0, wide) for wide in (wide_x, wide_key, wide_value)
+        )
     inv_x = torch.rsqrt(wide_x.square().mean(dim=-1) + eps)
     inv_key = torch.rsqrt(wide_key.square().mean(dim=-1) + eps)
     weight = q_weight.to(compute) * k_weight.to(compute)

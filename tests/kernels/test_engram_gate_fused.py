@@ -150,6 +150,23 @@ def test_masked_tokens_keep_their_bits_and_pass_gradients_through(residual, dtyp
 
 
 @pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_what_stands_at_a_masked_token_reaches_no_gradient(name, residual):
+    args = inputs((3,), 2, 33, torch.float32)
+    above, mask = torch.randn(args[0].shape), torch.tensor([False, True, False])
+
+    def run(given):
+        with implementation(name):
+            return gradients(lambda *a: engram_gate(*a, eps=EPS, form="v41", mask=mask, residual=residual), given, above)
+
+    broken = [a.clone() for a in args]
+    broken[0][1, 0, 3] = float("inf")
+    broken[1][1], broken[2][1] = float("nan"), float("inf")
+    for a, b in zip(run(broken)[1:], run(args)[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("residual", [True, False])
 def test_weights_that_are_not_finite_leave_masked_tokens_alone(residual):
     args = inputs((2,), 2, 33, torch.float32)
     args[3][1, 5] = float("nan")
