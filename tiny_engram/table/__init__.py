@@ -1,4 +1,4 @@
-"""The table runtime: rows by id, wherever they live. Imports numpy, torch, kernels and tiny_engram.{config,errors,files}."""
+"""The table runtime: rows by id, wherever they live. Imports numpy, torch, kernels and tiny_engram.{errors,files}."""
 
 from .engram_table import EngramTable
 from .report import TableReport

@@ -1,7 +1,7 @@
 """The mapped home, which is also the memory pool of a host: written once by one loader, mapped read-only by any number of processes.
 
 A pool is a table file like any other; only its place makes it one: /dev/shm (memory), a DAX device (CXL memory) or a disk. Imports torch,
-errors and, of this package, mapping, open_file, storage, table_file and table_writer.
+errors and, of this package, header, mapping, open_file, storage, table_digest, table_file and table_writer.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Paths: "device", the rows are where the ids are; "zero_copy", the device reads host memory in place; "cpu_gather", ids go to
 the host, which gathers rows and copies them over, while in large lookups the device reads some of them in place. Imports torch,
-kernels, and tiny_engram.{errors,table.storage}.
+kernels, tiny_engram.errors, and of this package costs, host_gather and storage.
 """
 
 from collections import Counter

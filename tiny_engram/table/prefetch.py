@@ -1,6 +1,7 @@
 """Prefetcher: rows are fetched beside the layers before theirs, and waited for only where they are read.
 
-Row ids depend on tokens alone, so they are known before the first layer runs. Imports torch, kernels and tiny_engram.errors.
+Row ids depend on tokens alone, so they are known before the first layer runs. Imports torch, kernels, tiny_engram.errors and
+storage.
 """
 
 import os

@@ -1,6 +1,6 @@
 """VirtualRows: the few rows that exist out of a huge address space, packed, found by binary search.
 
-Imports numpy, torch, kernels and tiny_engram.errors. Row ids, slots: int64, on the CPU.
+Imports numpy, torch, kernels, tiny_engram.errors and storage. Row ids, slots: int64, on the CPU.
 """
 
 import numpy as np
