@@ -26,10 +26,11 @@ def short_conv(v: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor,
 
     Source: Engram (arXiv 2601.07372), the short convolution after gating.
     """
-    if v.ndim != 4 or weight.ndim != 3 or weight.shape[:2] != v.shape[2:] or norm_weight.shape != v.shape[2:]:
+    fits = v.ndim == 4 and weight.ndim == 3 and weight.shape[:2] == v.shape[2:] and norm_weight.shape == v.shape[2:]
+    if not fits or weight.shape[2] < 1:
         raise ValueError(
             f"v {list(v.shape)}, weight {list(weight.shape)}, norm_weight {list(norm_weight.shape)}: "
-            "expected [B, T, copies, D], [copies, D, K], [copies, D]"
+            "expected [B, T, copies, D], [copies, D, K] with K of 1 or more, [copies, D]"
         )
     if dilation < 1:
         raise ValueError(f"dilation {dilation}: expected 1 or more")

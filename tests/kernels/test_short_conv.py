@@ -61,3 +61,5 @@ def test_no_time_and_refusals():
         short_conv(v, weight, norm_weight, dilation=0, eps=EPS)
     with pytest.raises(ValueError, match="norm_weight"):
         short_conv(v, weight, norm_weight[:1], dilation=3, eps=EPS)
+    with pytest.raises(ValueError, match="K of 1 or more"):
+        short_conv(v, weight[..., :0], norm_weight, dilation=3, eps=EPS)
