@@ -1,4 +1,4 @@
-"""RowStorage: the rows of a dense table, in one of two layouts and one of four homes. Imports torch, kernels, errors, host_memory, report."""
+"""RowStorage: rows of a dense table, in one of two layouts and one of four homes. Imports torch, kernels, errors, host_memory, report."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
