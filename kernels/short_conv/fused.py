@@ -3,7 +3,8 @@
 Taps lie `dilation` steps apart, so a program that walks over every dilation-th step (one phase) of a segment of time meets a
 row once for its norm and all taps: it keeps the K - 1 sums that the row has begun for later steps, D channels of each, in
 registers. Backward the same walk keeps the last K - 1 normalised rows, for the taps' gradient and the norm's, and the K - 1 sums
-of slopes before SiLU that the gradients of those rows wait for. A segment starts K - 1 rows early, and backward also ends K - 1 late; those rows are all that is read twice.
+of slopes before SiLU that the gradients of those rows wait for. A segment starts K - 1 rows early, and backward also ends K - 1
+late; those rows are all that is read twice.
 
 Bytes from DRAM: forward v and out; backward v, the gradient and the result. The gradient comes back for its row K - 1 steps
 later, from L2. Taps are multiplied by norm_weight beforehand, and both their gradients are made of the same K sums a channel,
