@@ -103,7 +103,7 @@ class FilledLayer:
     def planned(self, row_ids: torch.Tensor) -> torch.Tensor:
         return self.table.lookup(row_ids, bounds="ignore", dtype=torch.bfloat16)
 
-    def by_processor(self, row_ids: torch.Tensor) -> torch.Tensor:
+    def cpu_gather(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Ids to the host, records gathered there and copied over in chunks."""
         out = torch.empty((row_ids.numel(), HEAD_DIM), dtype=torch.bfloat16, device=row_ids.device)
         self._gather.read(row_ids.clamp(min=0).cpu(), out, absent=row_ids < 0)
@@ -120,7 +120,7 @@ class FilledLayer:
         paths: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "zero-copy": self.zero_copy,
             "the planner": self.planned,
-            "the processor": self.by_processor,
+            "the processor": self.cpu_gather,
         }
         for name, path in paths.items():
             for part in ids.split(COUNTS[-1]):
@@ -153,7 +153,7 @@ def time_lookups(layer: FilledLayer, count: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"rows": count}
     if on_device:
         figures["zero_copy_device_us"] = device_us(lambda: layer.zero_copy(next(turn)))
-    for name, path in {"zero_copy": layer.zero_copy, "processor": layer.by_processor, "lookup": layer.planned}.items():
+    for name, path in {"zero_copy": layer.zero_copy, "processor": layer.cpu_gather, "lookup": layer.planned}.items():
         figures[f"{name}_us"] = wall_us(lambda path=path: path(next(turn)), repeats)
     figures["lookup_gb_s"] = count * layer.storage.row_bytes / figures["lookup_us"] / 1e3
     say("  " + ", ".join(f"{name} {value:,.1f}" for name, value in figures.items()))

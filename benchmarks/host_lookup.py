@@ -33,7 +33,7 @@ from tiny_engram.table import host_gather, native_gather
 from tiny_engram.table.costs import VARIABLE, Curve, LookupCosts, default_costs
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.host_gather import HostGather, gather_records, gathering
-from tiny_engram.table.native_gather import GatherPool, Tuning
+from tiny_engram.table.native_gather import GatherThreads, Tuning
 from tiny_engram.table.planner import LookupPlanner
 from tiny_engram.table.storage import RowStorage
 
@@ -167,11 +167,11 @@ def parts(bench: Bench, planner: LookupPlanner, count: int) -> dict[str, float]:
     host_ids = torch.empty(count, dtype=torch.int64, pin_memory=True)
     places = torch.arange(count, device=device)
 
-    pool = native_gather.shared_pool()
+    gatherers = native_gather.shared_threads()
 
     def gather(ids: torch.Tensor, _: torch.Tensor) -> None:
-        if pool is not None:
-            gather_all(pool, storage, host_ids, pinned)
+        if gatherers is not None:
+            gather_all(gatherers, storage, host_ids, pinned)
 
     def select(ids: torch.Tensor, _: torch.Tensor) -> None:
         gather_records(storage, host_ids, pinned)
@@ -194,7 +194,7 @@ def parts(bench: Bench, planner: LookupPlanner, count: int) -> dict[str, float]:
     return bench.times(actions, bench.ids(storage.rows, count), 15)
 
 
-def gather_all(pool: GatherPool, storage: RowStorage, ids: torch.Tensor, out: torch.Tensor) -> None:
+def gather_all(pool: GatherThreads, storage: RowStorage, ids: torch.Tensor, out: torch.Tensor) -> None:
     """The native gather alone, in chunks that nothing waits for."""
     chunk_rows = 8192 if out.shape[0] % 8192 == 0 else out.shape[0]
     with pool.job(storage, ids, out, chunk_rows=chunk_rows) as job:
@@ -211,37 +211,37 @@ def tune(bench: Bench, storage: RowStorage) -> None:
     read: dict[tuple[int, Tuning], float] = {}
     for threads, ahead, far in itertools.product((8, 12, 16), (4, 8, 16, 32), (False, True)):
         tuning = Tuning(ahead=ahead, far=far)
-        pool = GatherPool(library, min(threads, most), tuning)
+        pool = GatherThreads(library, min(threads, most), tuning)
         planner = planner_with(storage, bench.device, pool)
         alone = bench.times({"": lambda ids, _, pool=pool: gather_all(pool, storage, ids.cpu(), staged)}, bench.ids(storage.rows, count), 3)
         copied = bench.times({"": lambda ids, _: ids.cpu()}, bench.ids(storage.rows, count), 3)
         us = read[threads, tuning] = bench.times({"": looked_up(planner, "cpu_gather")}, bench.ids(storage.rows, count), repeats)[""]
         print(
-            f"{count} rows, {pool.threads:>2} threads, {tuning}: gather {alone[''] - copied['']:6.0f} us, "
+            f"{count} rows, {pool.count:>2} threads, {tuning}: gather {alone[''] - copied['']:6.0f} us, "
             f"lookup {us:6.0f} us, {count * HEAD_DIM / us / 1e3:5.1f} GB/s",
             flush=True,
         )
         pool.close()
     threads, tuning = min(read, key=lambda key: read[key])
     print(f"best: {threads} threads, {tuning}", flush=True)
-    pool = GatherPool(library, min(threads, most), tuning)
+    pool = GatherThreads(library, min(threads, most), tuning)
     for count, chunk_rows in itertools.product(
         (16_384, 65_536, 262_144, 1 << 20) if not bench.dry else (4096,), (2048, 4096, 8192, 16_384, 32_768)
     ):
-        for slots, group in ((4, 1), (4, 2), (4, 4), (8, 2)):
-            host_gather._SLOTS, host_gather._GROUP_CHUNKS = slots, group
+        for bays, group in ((4, 1), (4, 2), (4, 4), (8, 2)):
+            host_gather._BAYS, host_gather._GROUP_CHUNKS = bays, group
             planner = planner_with(storage, bench.device, pool, chunk_rows)
             us = bench.times({"": looked_up(planner, "cpu_gather")}, bench.ids(storage.rows, count), repeats)[""]
             rate = count * HEAD_DIM / us / 1e3
-            print(f"{count:>8} rows, chunk {chunk_rows:>6}, {slots} slots, {group} a launch: {us:6.0f} us {rate:5.1f} GB/s", flush=True)
+            print(f"{count:>8} rows, chunk {chunk_rows:>6}, {bays} bays, {group} a launch: {us:6.0f} us {rate:5.1f} GB/s", flush=True)
 
 
 def planner_with(
-    storage: RowStorage, device: torch.device, pool: GatherPool, chunk_rows: int | None = None, share: float = 0.0
+    storage: RowStorage, device: torch.device, pool: GatherThreads, chunk_rows: int | None = None, share: float = 0.0
 ) -> LookupPlanner:
     """A planner whose rows these threads gather, but for a share that the device reads in place."""
     planner = without_deduplication(storage, device, default_costs(storage.row_bytes, storage.nbytes))
-    planner.__dict__["_gather"] = HostGather(storage, device, chunk_rows=chunk_rows, pool=pool)
+    planner.__dict__["_gather"] = HostGather(storage, device, chunk_rows=chunk_rows, threads=pool)
     planner.__dict__["_share"] = share
     planner._large_lookups = 2  # past the lookups whose distinct ids are counted
     return planner

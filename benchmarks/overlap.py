@@ -3,7 +3,7 @@
     python benchmarks/full_size.py --then-overlap        # on the 94.42 GiB table that was just filled; the figures to keep
     python benchmarks/overlap.py                         # fills that table itself
     python benchmarks/overlap.py --rows 4000000          # a smaller table: keeps no figures
-    python benchmarks/overlap.py --tiny                  # a few seconds on a CPU, without graphs: does it run?
+    python benchmarks/overlap.py --dry                   # a few seconds on a CPU, without graphs: does it run?
 
 Variants, timed in turn in one process:
 
@@ -255,11 +255,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, help="rows of the table in host memory; less than all of them keeps no figures")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--tiny", action="store_true", help="a stack and a table of almost nothing")
+    parser.add_argument("--dry", action="store_true", help="a stack and a table of almost nothing")
     options = parser.parse_args()
-    rows = 20_000 if options.tiny else options.rows
+    rows = 20_000 if options.dry else options.rows
     layer = FilledLayer(HASH.layer_ids[0], rows)
-    run(layer, small=rows is not None or options.batches != list(BATCHES), batches=options.batches, shape=TINY if options.tiny else None)
+    run(layer, small=rows is not None or options.batches != list(BATCHES), batches=options.batches, shape=TINY if options.dry else None)
 
 
 if __name__ == "__main__":

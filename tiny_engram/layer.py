@@ -14,7 +14,7 @@ from tiny_engram.kernels.engram_gate import engram_gate
 from tiny_engram.kernels.short_conv import short_conv
 
 
-class RowSource(Protocol):
+class RowLookup(Protocol):
     """Where rows come from: an EngramTable, or whatever else answers the same call."""
 
     def lookup(self, row_ids: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,7 +52,7 @@ class EngramLayer(nn.Module):
     Rows are not parameters: they come from ``table``, which may be far larger than the module and is not in its state.
     """
 
-    def __init__(self, config: LayerConfig, table: RowSource):
+    def __init__(self, config: LayerConfig, table: RowLookup):
         super().__init__()
         self.config = config
         self.table = table

@@ -155,7 +155,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     first, last = args.rows
     with TableFile(args.file, prefix=args.prefix) as table:
-        blocks = table.verify(first=first, last=last, progress=_Progress("verified", table.row_bytes))
+        blocks = table.verify(first, None if last is None else last - first, progress=_Progress("verified", table.row_bytes))
         of = len(table.blocks or ())
         if args.json:
             print(json.dumps({"file": str(args.file), "digest": table.digest, "blocks_compared": blocks, "blocks": of}, indent=1))

@@ -13,7 +13,7 @@ import torch
 from tiny_engram.table import native_gather
 from tiny_engram.table.costs import cache_path
 from tiny_engram.table.fill_rule import FillRule
-from tiny_engram.table.native_gather import GatherPool, Tuning, load, thread_count
+from tiny_engram.table.native_gather import GatherThreads, Tuning, load, thread_count
 from tiny_engram.table.storage import RowStorage
 
 ROWS = 3001
@@ -40,16 +40,16 @@ def filled(head_dim=256, layout="record") -> tuple[RowStorage, FillRule]:
     return storage, rule
 
 
-def gathered(pool: GatherPool, storage: RowStorage, ids: torch.Tensor, chunk_rows: int = 300, slots: int = 3) -> torch.Tensor:
+def gathered(pool: GatherThreads, storage: RowStorage, ids: torch.Tensor, chunk_rows: int = 300, bays: int = 3) -> torch.Tensor:
     """All records, taken out of a ring of staging chunk by chunk."""
-    ring = torch.full((slots * chunk_rows, storage.row_bytes), 0xEE, dtype=torch.uint8)
+    ring = torch.full((bays * chunk_rows, storage.row_bytes), 0xEE, dtype=torch.uint8)
     found = []
     with pool.job(storage, ids, ring, chunk_rows=chunk_rows) as job:
         for chunk in range(-(-ids.numel() // chunk_rows)):
             job.wait(chunk)
-            place = chunk % slots * chunk_rows
+            place = chunk % bays * chunk_rows
             found.append(ring[place : place + min(chunk_rows, ids.numel() - chunk * chunk_rows)].clone())
-            job.release(chunk + 1 + slots)
+            job.release(chunk + 1 + bays)
     return torch.cat(found) if found else ring[:0]
 
 
@@ -58,21 +58,21 @@ def gathered(pool: GatherPool, storage: RowStorage, ids: torch.Tensor, chunk_row
 @pytest.mark.parametrize(("head_dim", "layout"), [(256, "record"), (256, "split"), (32, "record"), (32, "split")])
 def test_same_bytes_as_index_select(library, threads, tuning, head_dim, layout):
     storage, rule = filled(head_dim, layout)
-    pool = GatherPool(library, threads, tuning)
+    pool = GatherThreads(library, threads, tuning)
     dice = torch.Generator().manual_seed(threads)
     for count in (0, 1, 2, 127, 128, 129, 299, 300, 301, 2003, 5009):
         ids = torch.randint(0, ROWS, (count,), generator=dice)
         expected = rule.records(ids)
         assert torch.equal(gathered(pool, storage, ids), expected)
-        assert torch.equal(gathered(pool, storage, ids, chunk_rows=7, slots=1), expected)
-        assert torch.equal(gathered(pool, storage, ids, chunk_rows=8192, slots=1), expected)
+        assert torch.equal(gathered(pool, storage, ids, chunk_rows=7, bays=1), expected)
+        assert torch.equal(gathered(pool, storage, ids, chunk_rows=8192, bays=1), expected)
     pool.close()
 
 
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**62, -(2**63)])
 def test_ids_outside_are_named_and_nothing_outside_is_read(library, bad):
     storage, rule = filled()
-    pool = GatherPool(library, 4)
+    pool = GatherThreads(library, 4)
     ids = torch.arange(2500) % ROWS
     for places in ([0], [2499], [700, 701, 2000]):
         wrong = ids.clone()
@@ -86,7 +86,7 @@ def test_ids_outside_are_named_and_nothing_outside_is_read(library, bad):
 
 def test_a_chunk_is_not_overwritten_before_it_is_released(library):
     storage, rule = filled()
-    pool = GatherPool(library, 4)
+    pool = GatherThreads(library, 4)
     ids = torch.arange(2000)
     ring = torch.zeros(2 * 100, storage.row_bytes, dtype=torch.uint8)
     for _ in range(20):
@@ -104,10 +104,10 @@ def test_a_chunk_is_not_overwritten_before_it_is_released(library):
 
 def test_many_jobs_from_several_threads(library):
     storage, rule = filled(32)
-    pools = [GatherPool(library, 3), GatherPool(library, 2)]
+    pools = [GatherThreads(library, 3), GatherThreads(library, 2)]
     wrong = []
 
-    def read(pool: GatherPool, seed: int) -> None:
+    def read(pool: GatherThreads, seed: int) -> None:
         dice = torch.Generator().manual_seed(seed)
         for _ in range(100):
             ids = torch.randint(0, ROWS, (int(torch.randint(0, 900, (1,), generator=dice)),), generator=dice)
@@ -129,7 +129,7 @@ def test_many_jobs_from_several_threads(library):
 
 def test_arguments_that_do_not_fit(library):
     storage, _ = filled()
-    pool = GatherPool(library, 2)
+    pool = GatherThreads(library, 2)
     ids, ring = torch.arange(10), torch.zeros(8, storage.row_bytes, dtype=torch.uint8)
     for wrong_ids, wrong_ring in (
         (ids.int(), ring),
@@ -154,7 +154,7 @@ from tiny_engram.table.storage import RowStorage
 storage, rule = RowStorage.allocate(3000, 64, home="pageable"), FillRule(64)
 rule.fill(storage)
 gather = HostGather(storage, torch.device("cpu"), chunk_rows=100)
-assert gather._pool is native_gather.shared_pool() is not None
+assert gather._threads is native_gather.shared_threads() is not None
 ids, out = torch.arange(3000), torch.empty(3000, 64)
 
 def right():
@@ -163,7 +163,7 @@ def right():
     return torch.equal(out, rule.values(ids))
 
 assert right()
-held = gather._pool.job(storage, ids, torch.zeros(100, 66, dtype=torch.uint8), chunk_rows=100)
+held = gather._threads.job(storage, ids, torch.zeros(100, 66, dtype=torch.uint8), chunk_rows=100)
 held.__enter__()  # another thread could be in the middle of a job
 children = []
 for _ in range(2):
@@ -195,14 +195,14 @@ def test_without_a_compiler_there_is_a_reason(cache, tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(native_gather, "_shared", None)
     monkeypatch.setattr(native_gather, "_reason", None)
-    assert native_gather.shared_pool() is None
+    assert native_gather.shared_threads() is None
     assert native_gather.reason() == "no C compiler found (CC, cc, gcc, clang)"
     assert not cache.exists()
 
 
 def test_turned_off(monkeypatch):
     monkeypatch.setenv(native_gather.VARIABLE, "0")
-    assert native_gather.shared_pool() is None and native_gather.reason() == "TINY_ENGRAM_NATIVE=0"
+    assert native_gather.shared_threads() is None and native_gather.reason() == "TINY_ENGRAM_NATIVE=0"
 
 
 def test_a_compiler_that_fails(cache, monkeypatch):
@@ -247,7 +247,7 @@ def test_what_others_may_write_is_not_loaded(cache, what):
     made.write_bytes(b"not a library")  # would be built again if it were looked at
     (cache if what == "folder" else made).chmod(0o777)
     storage, rule = filled()
-    pool = GatherPool(load(), 2)  # built for this process alone
+    pool = GatherThreads(load(), 2)  # built for this process alone
     assert torch.equal(gathered(pool, storage, torch.arange(50)), rule.records(torch.arange(50)))
     pool.close()
     assert made.read_bytes() == b"not a library"
@@ -255,7 +255,7 @@ def test_what_others_may_write_is_not_loaded(cache, what):
 
 def test_nowhere_to_keep_it(cache):
     cache.parent.write_text("a file where the cache's folder should be")
-    GatherPool(load(), 2).close()
+    GatherThreads(load(), 2).close()
 
 
 def test_processes_that_build_at_once(cache):

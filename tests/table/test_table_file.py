@@ -148,11 +148,11 @@ def test_damage_is_named(tmp_path, big):
             raw.write(bytes([byte[0] ^ 0x10]))
         with pytest.raises(TableError, match=rf"rows {2 * BLOCK_ROWS} to {3 * BLOCK_ROWS - 1} \(block 2 of 4\) are damaged"):
             file.verify()
-        assert file.verify(first=0, last=2 * BLOCK_ROWS) == 2 and file.verify(first=3 * BLOCK_ROWS) == 1
+        assert file.verify(0, 2 * BLOCK_ROWS) == 2 and file.verify(3 * BLOCK_ROWS) == 1
         with pytest.raises(TableError, match="block 2 of 4"):
-            file.verify(first=2 * BLOCK_ROWS + 100, last=2 * BLOCK_ROWS + 101)
+            file.verify(2 * BLOCK_ROWS + 100, 1)
         with pytest.raises(TableError, match="rows 5:4 are asked for"):
-            file.verify(first=5, last=4)
+            file.verify(5, -1)
 
 
 def test_an_empty_table(tmp_path):

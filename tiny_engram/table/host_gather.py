@@ -23,9 +23,9 @@ __all__ = ["HostGather", "gather_records", "gathering"]
 # A copy must last longer (80 us for 16,384 rows of 264 B) than it takes to start, and the first chunk's gather and the last
 # one's copy have nothing to hide behind: chunks are a quarter of a lookup, between these.
 _LEAST_ROWS, _MOST_ROWS = 8192, 32_768
-_SLOTS = 4  # chunks of staging; small enough for the copy to find them in the caches
+_BAYS = 4  # chunks of staging; small enough for the copy to find them in the caches
 _GROUP_CHUNKS = 2  # chunks that one launch dequantises
-_SELECTED_ROWS, _SELECTED_SLOTS = 65_536, 2  # of index_select: each call wakes torch's threads, 90 us
+_SELECTED_ROWS, _SELECTED_BAYS = 65_536, 2  # of index_select: each call wakes torch's threads, 90 us
 _WIDE_ROWS = 8192  # from here on index_select is faster by words of 8 bytes, below it splits finer by bytes
 
 _warned = False
@@ -33,8 +33,8 @@ _warned = False
 
 def gathering() -> str:
     """Who gathers, in words."""
-    pool = native_gather.shared_pool()
-    return f"native gather, {pool.threads} threads" if pool else f"torch.index_select (no native gather: {native_gather.reason()})"
+    shared = native_gather.shared_threads()
+    return f"native gather, {shared.count} threads" if shared else f"torch.index_select (no native gather: {native_gather.reason()})"
 
 
 def gather_records(storage: RowStorage, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ class HostGather:
         storage: a table in host memory.
         device: where rows go.
         chunk_rows: rows of one chunk; None goes by the lookup's size.
-        pool: the threads that gather; None takes the process's, or torch.index_select where there are none.
+        threads: the threads that gather; None takes the process's, or torch.index_select where there are none.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class HostGather:
         device: torch.device,
         *,
         chunk_rows: int | None = None,
-        pool: native_gather.GatherPool | None = None,
+        threads: native_gather.GatherThreads | None = None,
     ):
         self._storage = storage
         self._device = device
         self._cuda = device.type == "cuda"
         self._chunk_rows = chunk_rows
-        self._pool = pool or native_gather.shared_pool()
-        if self._cuda and self._pool is None:
+        self._threads = threads or native_gather.shared_threads()
+        if self._cuda and self._threads is None:
             _warn()
-        self._slots = _SELECTED_SLOTS if self._pool is None else _SLOTS
+        self._bays = _SELECTED_BAYS if self._threads is None else _BAYS
         self._copies: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._copied: list[Any] = [torch.cuda.Event() for _ in range(self._slots)] if self._cuda else []
+        self._copied: list[Any] = [torch.cuda.Event() for _ in range(self._bays)] if self._cuda else []
         self._staging = _Buffer(device, storage.row_bytes, on_host=True)
         self._groups = [_Buffer(device, storage.row_bytes) for _ in range(2)]
         self._distinct = _Buffer(device, storage.row_bytes)
@@ -101,14 +101,14 @@ class HostGather:
 
     def alert(self) -> None:
         """A lookup is about to come, once its ids are known: wake the threads meanwhile."""
-        if self._pool is not None:
-            self._pool.alert()
+        if self._threads is not None:
+            self._threads.alert()
 
     def chunk_rows(self, count: int) -> int:
         """Rows of the chunks that a lookup of ``count`` rows is cut into."""
         if self._chunk_rows is not None:
             return self._chunk_rows
-        if self._pool is None:
+        if self._threads is None:
             return min(_SELECTED_ROWS, _power(count))
         return min(_MOST_ROWS, max(_LEAST_ROWS, _power(count // 4)))
 
@@ -160,24 +160,24 @@ class HostGather:
         count = ids.numel()
         size = self.chunk_rows(count)
         starts = range(0, count, size)
-        slots = min(self._slots, max(1, len(starts)))
-        # Slots lie elsewhere when sizes change: the copies of the lookup before are to be done with all of them.
+        bays = min(self._bays, max(1, len(starts)))
+        # Bays lie elsewhere when sizes change: the copies of the lookup before are to be done with all of them.
         for event in self._copied:
             event.synchronize()
-        self._staging.hold(slots * size)
-        staging = self._staging.records[: slots * size]
-        pool = self._pool
-        with nullcontext() if pool is None else pool.job(self._storage, ids.contiguous(), staging, chunk_rows=size) as job:
-            free = slots  # chunks that may be written
+        self._staging.hold(bays * size)
+        staging = self._staging.records[: bays * size]
+        threads = self._threads
+        with nullcontext() if threads is None else threads.job(self._storage, ids.contiguous(), staging, chunk_rows=size) as job:
+            free = bays  # chunks that may be written
             for chunk, start in enumerate(starts):
                 stop = min(count, start + size)
-                while free < len(starts) and free - slots < chunk and (free <= chunk or self._is_copied(free % slots)):
+                while free < len(starts) and free - bays < chunk and (free <= chunk or self._is_copied(free % bays)):
                     if self._cuda:
-                        self._copied[free % slots].synchronize()
+                        self._copied[free % bays].synchronize()
                     free += 1
                     if job is not None:
                         job.release(free)
-                held = staging[chunk % slots * size :][: stop - start]
+                held = staging[chunk % bays * size :][: stop - start]
                 if job is None:
                     gather_records(self._storage, ids[start:stop], held)
                 else:
@@ -186,10 +186,10 @@ class HostGather:
                     yield start, stop, held
                 finally:
                     if self._cuda:
-                        self._copied[chunk % slots].record(self._copies)
+                        self._copied[chunk % bays].record(self._copies)
 
-    def _is_copied(self, slot: int) -> bool:
-        return not self._cuda or self._copied[slot].query()
+    def _is_copied(self, bay: int) -> bool:
+        return not self._cuda or self._copied[bay].query()
 
     def _copy(self, records: torch.Tensor, target: "_Buffer", offset: int) -> None:
         """Bring records to the device on the copying stream, behind the last use of what they overwrite."""

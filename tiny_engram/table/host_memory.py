@@ -26,7 +26,7 @@ from .report import huge_page_share, numa_nodes
 
 __all__ = ["HostBlock"]
 
-Progress = Callable[[int, int], object]  # bytes done, bytes in all
+BytesProgress = Callable[[int, int], object]  # bytes done, bytes in all
 
 _CHUNK = 64 << 20  # bytes that a thread touches at a time
 _HUGE_PAGE = 2 << 20
@@ -86,7 +86,7 @@ class HostBlock:
         lock: bool = False,
         huge_pages: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: BytesProgress | None = None,
     ) -> Self:
         """Zeroed memory, every page of it touched.
 
@@ -255,7 +255,7 @@ def _advise_huge(mapping: _Mapping, path: Path | None) -> list[str]:
     return []
 
 
-def _touch(address: int, nbytes: int, threads: int, progress: Progress | None, path: Path | None) -> None:
+def _touch(address: int, nbytes: int, threads: int, progress: BytesProgress | None, path: Path | None) -> None:
     """Make every page exist, in rounds of one chunk a thread; the thread that touches first decides the NUMA node."""
 
     def touch(offset: int) -> None:

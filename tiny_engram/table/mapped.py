@@ -18,7 +18,7 @@ from tiny_engram.table.header import WRITING
 from tiny_engram.table.mapping import RowMapping, Run, map_runs
 from tiny_engram.table.open_file import DEVICE_PAGE, OpenFile, device_size, is_device, padded
 from tiny_engram.table.storage import RowStorage
-from tiny_engram.table.table_digest import Progress, RowSource
+from tiny_engram.table.table_digest import RowSource, RowsProgress
 from tiny_engram.table.table_file import TableFile
 from tiny_engram.table.table_writer import rows_of, write_into, write_table, writer_of
 
@@ -103,7 +103,7 @@ def write_pool(
     source: RowSource | tuple[torch.Tensor, torch.Tensor],
     *,
     prefix: str = "",
-    progress: Progress | None = None,
+    progress: RowsProgress | None = None,
     replace: bool = False,
 ) -> str:
     """Write a table once, for many to map; a second writer is refused while one is at work, and takes over from one that died.
@@ -149,7 +149,7 @@ class _Device:
         """Stores to mapped device memory are seen by every mapping at once."""
 
 
-def _write_device(path: Path, source: RowSource, prefix: str, progress: Progress | None, replace: bool) -> str:
+def _write_device(path: Path, source: RowSource, prefix: str, progress: RowsProgress | None, replace: bool) -> str:
     try:
         device = _Device(path)
         try:

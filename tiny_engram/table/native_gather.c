@@ -2,7 +2,7 @@
 
    Random rows cost the latency of memory, not its bandwidth, so each thread asks for the cache lines of rows to come while it
    copies. A job is cut into chunks, which the owner waits for in order, and those into blocks, which threads take in order; the
-   owner works too while it waits. Output is a ring of `slots` chunks: none is written before the owner releases its slot. */
+   owner works too while it waits. Output is a ring of `bays` chunks: none is written before the owner releases its bay. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <sched.h>
@@ -24,7 +24,7 @@ typedef struct {
     const int64_t *ids;
     int64_t count;
     uint8_t *out;
-    int64_t chunk_rows, slots, ahead, far;
+    int64_t chunk_rows, bays, ahead, far;
 } te_job;
 
 typedef struct {
@@ -100,7 +100,7 @@ static int work(te_pool *p) {
     if (count > BLOCK) count = BLOCK;
     if (count > j->count - first) count = j->count - first;
     if (count > 0) {
-        gather(p, first, count, j->out + (chunk % j->slots * j->chunk_rows + offset) * (j->payload_bytes + j->scale_bytes));
+        gather(p, first, count, j->out + (chunk % j->bays * j->chunk_rows + offset) * (j->payload_bytes + j->scale_bytes));
         atomic_fetch_add(&p->done[chunk], count);
     }
     return TOOK;
@@ -186,7 +186,7 @@ int te_start(te_pool *p, const te_job *job) {
     p->per_chunk = (job->chunk_rows + BLOCK - 1) / BLOCK;
     p->blocks = chunks * p->per_chunk;
     atomic_store(&p->next, 0);
-    atomic_store(&p->limit, job->slots);
+    atomic_store(&p->limit, job->bays);
     atomic_store(&p->bad, job->count);
     pthread_mutex_lock(&p->lock);
     atomic_fetch_add(&p->turn, 1);
@@ -195,7 +195,7 @@ int te_start(te_pool *p, const te_job *job) {
     return 0;
 }
 
-/* Work until a chunk's rows are all there. 0, or -1 for a chunk whose slot was not released. */
+/* Work until a chunk's rows are all there. 0, or -1 for a chunk whose bay was not released. */
 int te_wait(te_pool *p, int64_t chunk) {
     int64_t first = chunk * p->job.chunk_rows, rows = p->job.count - first;
     if (chunk >= atomic_load(&p->limit)) return -1;

@@ -1,7 +1,7 @@
-"""GatherPool: rows of a table in host memory gathered by threads in C, which ask for rows ahead of time.
+"""GatherThreads: rows of a table in host memory gathered by threads in C, which ask for rows ahead of time.
 
 native_gather.c is compiled once on each machine and kept in the cache folder. Triton needs a C compiler on every machine with
-CUDA, so there is one where it counts; elsewhere `shared_pool` gives None and a reason. TINY_ENGRAM_NATIVE=0 turns it off.
+CUDA, so there is one where it counts; elsewhere `shared_threads` gives None and a reason. TINY_ENGRAM_NATIVE=0 turns it off.
 Imports torch, and tiny_engram.{files,table.costs,table.storage}.
 """
 
@@ -28,7 +28,7 @@ from tiny_engram.files import write_atomically
 from .costs import cache_path
 from .storage import RowStorage
 
-__all__ = ["GatherJob", "GatherPool", "Tuning", "load", "reason", "shared_pool", "thread_count"]
+__all__ = ["GatherJob", "GatherThreads", "Tuning", "load", "reason", "shared_threads", "thread_count"]
 
 VARIABLE = "TINY_ENGRAM_NATIVE"
 SOURCE = Path(__file__).with_suffix(".c")
@@ -65,49 +65,49 @@ class _Job(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("chunk_rows", ctypes.c_int64),
-        ("slots", ctypes.c_int64),
+        ("bays", ctypes.c_int64),
         ("ahead", ctypes.c_int64),
         ("far", ctypes.c_int64),
     ]
 
 
 class GatherJob:
-    """Rows of one lookup on their way into staging; see :meth:`GatherPool.job`."""
+    """Rows of one lookup on their way into staging; see :meth:`GatherThreads.job`."""
 
     def __init__(self, library: ctypes.CDLL, pool: int):
         self._library, self._pool = library, pool
 
     def wait(self, chunk: int) -> None:
-        """Work until the rows of this chunk are there; its slot must have been released."""
+        """Work until the rows of this chunk are there; its bay must have been released."""
         if self._library.te_wait(self._pool, chunk):
-            raise IndexError(f"chunk {chunk} waited for: expected one whose slot was released")
+            raise IndexError(f"chunk {chunk} waited for: expected one whose bay was released")
 
     def release(self, chunks: int) -> None:
-        """The first so many chunks may be written, since what lay in their slots is no longer needed."""
+        """The first so many chunks may be written, since what lay in their bays is no longer needed."""
         self._library.te_release(self._pool, chunks)
 
 
-class GatherPool:
+class GatherThreads:
     """Threads that gather rows, kept from job to job; one job at a time, others wait. After a fork the child has threads of its own.
 
     Attributes:
-        threads: how many work, the caller's among them.
+        count: how many work, the caller's among them.
 
     Args:
         library: what :func:`load` gave.
     """
 
-    def __init__(self, library: ctypes.CDLL, threads: int, tuning: Tuning | None = None):
+    def __init__(self, library: ctypes.CDLL, count: int, tuning: Tuning | None = None):
         self._library = library
-        self.threads = threads
+        self.count = count
         self.tuning = tuning or Tuning()
         self._lock = threading.Lock()
         self._pool: int | None = None
-        _pools.add(self)
+        _all.add(self)
 
     def _start_threads(self) -> int:
         if self._pool is None:
-            self._pool = self._library.te_create(self.threads)
+            self._pool = self._library.te_create(self.count)
             if not self._pool:
                 raise MemoryError("no memory for a pool of threads")
         return self._pool
@@ -147,8 +147,8 @@ class GatherPool:
             ValueError: types or shapes do not fit.
             IndexError: an id is outside the table, said when the context is left; nothing outside is read.
         """
-        slots, left = divmod(out.shape[0], chunk_rows)
-        fits = out.is_contiguous() and out.dtype == torch.uint8 and out.shape[1] == storage.row_bytes and not left and slots > 0
+        bays, left = divmod(out.shape[0], chunk_rows)
+        fits = out.is_contiguous() and out.dtype == torch.uint8 and out.shape[1] == storage.row_bytes and not left and bays > 0
         if not fits or ids.dtype != torch.int64 or ids.ndim != 1 or not ids.is_contiguous() or ids.is_cuda or out.is_cuda:
             raise ValueError(
                 f"ids {ids.dtype} {list(ids.shape)} on {ids.device}, out {out.dtype} {list(out.shape)} on {out.device}: "
@@ -167,7 +167,7 @@ class GatherPool:
             count=ids.numel(),
             out=out.data_ptr(),
             chunk_rows=chunk_rows,
-            slots=slots,
+            bays=bays,
             **dataclasses.asdict(self.tuning),
         )
         if storage.records is not None:
@@ -187,7 +187,7 @@ class GatherPool:
             raise IndexError(f"row id {int(ids[bad])} is outside [0, {storage.rows})")
 
 
-_pools: weakref.WeakSet[GatherPool] = weakref.WeakSet()
+_all: weakref.WeakSet[GatherThreads] = weakref.WeakSet()
 
 
 def load() -> ctypes.CDLL:
@@ -282,35 +282,35 @@ def thread_count() -> int:
     return max(1, min(_MOST_THREADS, cores // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
 
-_shared: GatherPool | None = None
+_shared: GatherThreads | None = None
 _reason: str | None = None
 _loading = threading.Lock()
 
 
-def shared_pool() -> GatherPool | None:
-    """The pool of this process, or None where there is none, and :func:`reason` says why."""
+def shared_threads() -> GatherThreads | None:
+    """Those of this process, or None where there is none, and :func:`reason` says why."""
     global _shared, _reason
     if os.environ.get(VARIABLE) == "0":
         return None
     with _loading:
         if _shared is None and _reason is None:
             try:
-                _shared = GatherPool(load(), thread_count())
+                _shared = GatherThreads(load(), thread_count())
             except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
                 _reason = str(error)
         return _shared
 
 
 def reason() -> str | None:
-    """Why `shared_pool` gives None; None if it does not, or was not asked yet."""
+    """Why `shared_threads` gives None; None if it does not, or was not asked yet."""
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE) == "0" else _reason
 
 
 def _after_fork() -> None:
     global _loading
     _loading = threading.Lock()
-    for pool in list(_pools):
-        pool._forget()
+    for threads in list(_all):
+        threads._forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -15,16 +15,19 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import Bounds, row_gather
-from tiny_engram.kernels.row_gather import bounds as outside
+from tiny_engram.kernels.row_gather.bounds import MODES
+from tiny_engram.kernels.row_gather.bounds import count as count_outside
+from tiny_engram.kernels.row_gather.bounds import refuse as refuse_outside
+from tiny_engram.kernels.row_gather.bounds import warn as warn_outside
 from tiny_engram.kernels.unique_ids import unique_ids
 
-from .costs import LookupCosts, machine_key, measure, resolve
+from .costs import HostPath, LookupCosts, machine_key, measure, resolve
 from .host_gather import HostGather, gathering
 from .storage import RowStorage
 
-__all__ = ["LookupPlanner", "Path"]
+__all__ = ["LookupPlanner", "LookupPath"]
 
-Path = Literal["device", "zero_copy", "cpu_gather"]
+LookupPath = Literal["device"] | HostPath
 
 _FEW_ROWS = 512  # never worth a trip over the host, nor a measurement of whether it is
 _SPAN = 1 << 20  # ids handled at once by the CPU: bounds its staging
@@ -61,7 +64,7 @@ class LookupPlanner:
             raise TableError(f"rows on {home} asked for on {device}: expected ids on {home}, or a table in host memory")
         self.storage = storage
         self.device = device
-        self.path_counts: Counter[Path] = Counter()
+        self.path_counts: Counter[LookupPath] = Counter()
         self.distinct_share = 1.0
         self._here = home == device
         self._readable = not self._here and storage.rows > 0 and storage.payload.is_pinned()
@@ -99,14 +102,14 @@ class LookupPlanner:
         """Bytes of host memory held to stage rows in, however many were asked for."""
         return self._gather.staging_bytes
 
-    def choose(self, count: int) -> Path:
+    def choose(self, count: int) -> LookupPath:
         """The path for ``count`` ids on the current stream."""
         return self._choose(count, self._capturing())
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _choose(self, count: int, capturing: bool) -> Path:
+    def _choose(self, count: int, capturing: bool) -> LookupPath:
         if self._here:
             return "device"
         if capturing:
@@ -135,7 +138,7 @@ class LookupPlanner:
         bounds: Bounds = "fatal",
         out: torch.Tensor | None = None,
         violations: torch.Tensor | None = None,
-        path: Path | None = None,
+        path: LookupPath | None = None,
     ) -> torch.Tensor:
         """Read rows; under stream capture by "zero_copy", without waiting for the host.
 
@@ -170,17 +173,17 @@ class LookupPlanner:
         self.path_counts[taken] += 1
         return out
 
-    def _check_path(self, path: Path) -> None:
+    def _check_path(self, path: LookupPath) -> None:
         """Does this table have the path that a caller asks for?"""
-        here: tuple[Path, ...] = ("device", "cpu_gather") if self.device.type == "cpu" else ("device",)
-        there: tuple[Path, ...] = ("zero_copy", "cpu_gather") if self._readable else ("cpu_gather",)
+        here: tuple[LookupPath, ...] = ("device", "cpu_gather") if self.device.type == "cpu" else ("device",)
+        there: tuple[LookupPath, ...] = ("zero_copy", "cpu_gather") if self._readable else ("cpu_gather",)
         if path not in (here if self._here else there):
             raise TableError(
                 f"path {path!r} for rows in home {self.storage.home!r} and ids on {self.device}: "
                 f"expected {' or '.join(here if self._here else there)}, or None to have it chosen"
             )
 
-    def _check_capture(self, path: Path, bounds: Bounds) -> None:
+    def _check_capture(self, path: LookupPath, bounds: Bounds) -> None:
         if path == "zero_copy" and not self._readable:
             raise TableError(
                 f"a captured lookup reads host memory in place, and home {self.storage.home!r} is not registered with the GPU: "
@@ -197,8 +200,8 @@ class LookupPlanner:
             out = torch.empty(shape, dtype=dtype, device=self.device)
         if tuple(out.shape) != shape or not out.is_contiguous() or out.device != self.device:
             raise TableError(f"out {list(out.shape)} on {out.device}: expected contiguous {list(shape)} on {self.device}")
-        if bounds not in outside.MODES:
-            raise TableError(f"bounds {bounds!r}: expected one of {', '.join(outside.MODES)}")
+        if bounds not in MODES:
+            raise TableError(f"bounds {bounds!r}: expected one of {', '.join(MODES)}")
         flat, target = row_ids.reshape(-1).contiguous(), out.view(-1, shape[-1])
         deduplicate = self._deduplicates(flat.numel())
         distinct = 0
@@ -283,11 +286,11 @@ class LookupPlanner:
     def _report_outside(self, flat: torch.Tensor, bounds: Bounds, violations: torch.Tensor | None) -> None:
         rows = self.storage.rows
         if bounds == "fatal":
-            outside.refuse(flat, rows)
+            refuse_outside(flat, rows)
         elif bounds == "warn" and violations is not None:
-            outside.count(flat, rows, violations)
+            count_outside(flat, rows, violations)
         elif bounds == "warn" and not flat.is_cuda:
-            outside.warn(flat, rows)
+            warn_outside(flat, rows)
 
     def _to_host(
         self, ids: torch.Tensor, checked: torch.Tensor, distinct: torch.Tensor | None, meanwhile: Callable[[], None] | None

@@ -15,7 +15,7 @@ from tiny_engram.kernels.row_gather.bounds import MODES, refuse, warn
 
 from .pool_format import OBJECT_BYTES, Manifest, RowCheck, check_name, current_key
 from .pool_link import Link, LinkError, PoolConfig, way_out
-from .table_digest import Progress, RowSource, digest_blocks, table_digest
+from .table_digest import RowSource, RowsProgress, digest_blocks, table_digest
 
 __all__ = ["MooncakeRows", "PoolConfig", "publish"]
 
@@ -30,7 +30,7 @@ def publish(
     digest: str | None = None,
     replicas: int = 1,
     object_bytes: int = OBJECT_BYTES,
-    progress: Progress | None = None,
+    progress: RowsProgress | None = None,
 ) -> Manifest:
     """Write a table into a pool, where readers find it by name once all of it is there.
 

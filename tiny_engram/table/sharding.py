@@ -23,7 +23,7 @@ from .table_file import TableFile
 
 T = TypeVar("T")
 Mode = Literal["split", "host_shared"]
-Home = Literal["device", "pinned", "pageable"]
+ShardHome = Literal["device", "pinned", "pageable"]
 _FACTS = ("rows_total", "head_dim", "mode", "first_row", "rows")
 _READ_ROWS = 1 << 18  # rows that from_file copies at once
 
@@ -98,7 +98,7 @@ class ShardedTable:
         path: str | Path,
         *,
         group: dist.ProcessGroup | None = None,
-        home: Home = "pageable",
+        home: ShardHome = "pageable",
         device: torch.device | str | None = None,
     ) -> Self:
         """Split a file over the ranks of a group; each reads its own range only.

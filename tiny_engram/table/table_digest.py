@@ -18,7 +18,7 @@ from tiny_engram.errors import TableError
 
 __all__ = [
     "BLOCK_ROWS",
-    "Progress",
+    "RowsProgress",
     "RowSource",
     "as_bytes",
     "block_digest",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 BLOCK_ROWS = 65_536  # part of what a digest is: 17 MB of 264-byte rows
-Progress = Callable[[int, int], object]  # rows done, rows in all
+RowsProgress = Callable[[int, int], object]  # rows done, rows in all
 T = TypeVar("T")
 
 
@@ -83,7 +83,7 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def each_block(
-    rows: int, work: Callable[[int, int], T], progress: Progress | None = None, *, first: int = 0, last: int | None = None
+    rows: int, work: Callable[[int, int], T], progress: RowsProgress | None = None, *, first: int = 0, last: int | None = None
 ) -> Iterator[T]:
     """``work(first_row, count)`` for each block of ``[first, last)``, in order; on threads, since hashing, reading and writing
     free the interpreter."""
@@ -96,7 +96,7 @@ def each_block(
                 progress(min(start + BLOCK_ROWS, last) - first, last - first)
 
 
-def digest_blocks(source: RowSource, progress: Progress | None = None) -> list[bytes]:
+def digest_blocks(source: RowSource, progress: RowsProgress | None = None) -> list[bytes]:
     """The digest of each block of a source; ``table_digest(source.rows, source.head_dim, these)`` is the table's."""
     return list(each_block(source.rows, lambda first, count: _digest_of(source, first, count), progress))
 
@@ -112,9 +112,9 @@ def check_block(first_row: int, count: int, digest: bytes, blocks: list[bytes]) 
 
 
 def verify_rows(
-    source: RowSource, blocks: list[bytes], *, first: int = 0, last: int | None = None, progress: Progress | None = None
+    source: RowSource, blocks: list[bytes], first_row: int = 0, count: int | None = None, *, progress: RowsProgress | None = None
 ) -> int:
-    """Compare rows ``[first, last)``, widened to whole blocks, with their stored digests.
+    """Compare rows ``[first_row, first_row + count)`` (None: all from there on), widened to whole blocks, with their stored digests.
 
     Returns:
         How many blocks were compared.
@@ -122,14 +122,14 @@ def verify_rows(
     Raises:
         TableError: a block differs; the first such is named with its rows.
     """
-    last = source.rows if last is None else last
+    first, last = first_row, source.rows if count is None else first_row + count
     if not 0 <= first <= last <= source.rows:
         raise TableError(f"rows {first}:{last} are asked for, expected a range in 0:{source.rows}")
     first -= first % BLOCK_ROWS
     last = min(source.rows, last + -last % BLOCK_ROWS)
-    found = each_block(source.rows, lambda start, count: (start, count, _digest_of(source, start, count)), progress, first=first, last=last)
+    found = each_block(source.rows, lambda start, rows: (start, rows, _digest_of(source, start, rows)), progress, first=first, last=last)
     compared = 0
-    for start, count, digest in found:
-        check_block(start, count, digest, blocks)
+    for start, rows, digest in found:
+        check_block(start, rows, digest, blocks)
         compared += 1
     return compared

@@ -31,7 +31,7 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.table.header import TensorSpan, clipped, parse_json
 from tiny_engram.table.open_file import OpenFile
-from tiny_engram.table.table_digest import BLOCK_ROWS, Progress, table_digest, verify_rows
+from tiny_engram.table.table_digest import BLOCK_ROWS, RowsProgress, table_digest, verify_rows
 
 __all__ = ["FORMAT", "INDEX_SUFFIX", "KEY", "Part", "TableFile", "table_metadata"]
 
@@ -123,12 +123,12 @@ class TableFile:
                     file.read_into(offset, out[low - first_row : high - first_row])
         return torch.from_numpy(payload).view(torch.float8_e4m3fn), torch.from_numpy(scale)
 
-    def verify(self, *, first: int = 0, last: int | None = None, progress: Progress | None = None) -> int:
+    def verify(self, first_row: int = 0, count: int | None = None, *, progress: RowsProgress | None = None) -> int:
         """Compare rows with the stored digests, see :func:`verify_rows`; the headers were checked on opening."""
         if self.blocks is None:
             raise TableError(f"{self.path}: stores no digest, expected {KEY!r} in its metadata; `tiny-engram table convert` adds one")
         try:
-            return verify_rows(self, self.blocks, first=first, last=last, progress=progress)
+            return verify_rows(self, self.blocks, first_row, count, progress=progress)
         except TableError as error:
             if str(error).startswith(f"{self.path}:"):
                 raise

@@ -21,7 +21,16 @@ from tiny_engram.errors import TableError
 from tiny_engram.files import sync_folder, write_atomically
 from tiny_engram.table.header import PAGE, WRITING, Header, build_header
 from tiny_engram.table.storage import check_rows
-from tiny_engram.table.table_digest import BLOCK_ROWS, Progress, RowSource, as_bytes, block_digest, check_block, each_block, table_digest
+from tiny_engram.table.table_digest import (
+    BLOCK_ROWS,
+    RowSource,
+    RowsProgress,
+    as_bytes,
+    block_digest,
+    check_block,
+    each_block,
+    table_digest,
+)
 from tiny_engram.table.table_file import INDEX_SUFFIX, KEY, TableFile, table_metadata
 
 __all__ = ["Draft", "RowTensors", "Sink", "draft_path", "fill", "rows_of", "write_table", "writer_of"]
@@ -165,7 +174,7 @@ class Piece:
             self.sink.write(span.offset + (first_row - self.first_row) * span.shape[1], data)
 
 
-def fill(pieces: Sequence[Piece], source: RowSource, progress: Progress | None) -> list[bytes]:
+def fill(pieces: Sequence[Piece], source: RowSource, progress: RowsProgress | None) -> list[bytes]:
     """Write all rows, a block at a time on threads; every block lies in one piece. Returns the block digests.
 
     Raises:
@@ -221,7 +230,7 @@ def write_table(
     *,
     prefix: str = "",
     shard_bytes: int | None = None,
-    progress: Progress | None = None,
+    progress: RowsProgress | None = None,
     replace: bool = False,
 ) -> str:
     """Write a table as safetensors, never more of it in memory than a block of rows per thread.
@@ -266,7 +275,7 @@ def single_header(rows: int, head_dim: int, prefix: str, blocks: list[bytes] | N
     return plan_file(names, rows, head_dim, {"format": "pt", KEY: table_metadata(rows, head_dim, known)})
 
 
-def write_into(sink: Sink, source: RowSource, prefix: str, progress: Progress | None) -> str:
+def write_into(sink: Sink, source: RowSource, prefix: str, progress: RowsProgress | None) -> str:
     """One table into one sink; it becomes valid with the last write."""
     _, planned = single_header(source.rows, source.head_dim, prefix)
     blocks = fill([Piece(sink, planned, (f"{prefix}embed.weight", f"{prefix}embed.scale"), 0)], source, progress)
@@ -274,7 +283,7 @@ def write_into(sink: Sink, source: RowSource, prefix: str, progress: Progress | 
     return table_digest(source.rows, source.head_dim, blocks)
 
 
-def _write_single(path: Path, source: RowSource, prefix: str, progress: Progress | None, replace: bool) -> str:
+def _write_single(path: Path, source: RowSource, prefix: str, progress: RowsProgress | None, replace: bool) -> str:
     draft = Draft(path, replace=replace)
     try:
         draft.reserve(source.rows * (source.head_dim + source.head_dim // 32) + PAGE)
@@ -286,7 +295,7 @@ def _write_single(path: Path, source: RowSource, prefix: str, progress: Progress
     return digest
 
 
-def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, progress: Progress | None, replace: bool) -> str:
+def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, progress: RowsProgress | None, replace: bool) -> str:
     if shard_bytes < 1:
         raise TableError(f"shards of {shard_bytes} bytes: expected at least 1")
     row_bytes = source.head_dim + source.head_dim // 32
