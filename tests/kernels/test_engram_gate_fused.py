@@ -107,6 +107,8 @@ def strided(kind):
         x, value = x.transpose(0, 1).contiguous().transpose(0, 1), value.transpose(0, 1).contiguous().transpose(0, 1)
     elif kind == "copies transposed":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif kind == "copies of key outermost":
+        key = key.flatten(0, 1).transpose(0, 1).contiguous().transpose(0, 1).unflatten(0, (4, 3))
     elif kind == "last not contiguous":
         key, q_weight = key.transpose(-1, -2).contiguous().transpose(-1, -2), q_weight.t().contiguous().t()
     elif kind == "every second":
@@ -116,7 +118,9 @@ def strided(kind):
     return x, key, value, q_weight, k_weight
 
 
-@pytest.mark.parametrize("kind", ["leading transposed", "copies transposed", "last not contiguous", "every second", "expanded"])
+@pytest.mark.parametrize(
+    "kind", ["leading transposed", "copies transposed", "copies of key outermost", "last not contiguous", "every second", "expanded"]
+)
 def test_strides(kind):
     args = strided(kind)
     assert not all(a.is_contiguous() for a in args)
@@ -164,6 +168,40 @@ def test_what_stands_at_a_masked_token_reaches_no_gradient(name, residual):
     broken[1][1], broken[2][1] = float("nan"), float("inf")
     for a, b in zip(run(broken)[1:], run(args)[1:], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_below_the_floor_nothing_passes_through_the_gate(form):
+    args = inputs((2,), 2, 33, torch.float32)
+    args[1] *= 1e-12  # dot products of about 1e-8
+    above = torch.randn(args[0].shape)
+    _, grad_x, grad_key, _, *weights = fused_gradients(args, above, form=form)
+    assert torch.equal(grad_x, above) and not any(g.any() for g in (grad_key, *weights))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_zeros(form):
+    args = inputs((3,), 2, 33, torch.float32)
+    args[0][0], args[1][1], args[2][2] = 0, 0, 0
+    above = torch.randn(args[0].shape)
+    expected = gradients(lambda *a: engram_gate(*a, eps=EPS, form=form), args, above)
+    for a, b in zip(fused_gradients(args, above, form=form), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([True]).expand(4), torch.tensor([True, False] * 4)[::2]], ids=["expanded", "strided"])
+def test_a_mask_that_is_not_contiguous(mask):
+    args = inputs((4,), 2, 33, torch.float32)
+    assert torch.equal(fused(*args, mask=mask), args[0])
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_gradient_that_is_nan_at_a_masked_token_reaches_nothing_else(copies):
+    args = inputs((3,), copies, 33, torch.float32)
+    above = torch.randn(args[0].shape)
+    above[1] = float("nan")
+    found = fused_gradients(args, above, form="v41", mask=torch.tensor([False, True, False]), residual=False)
+    assert all(g.isfinite().all() for g in found)
 
 
 @pytest.mark.parametrize("residual", [True, False])
