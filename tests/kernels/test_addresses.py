@@ -94,7 +94,7 @@ def test_gate(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_convolution(seed):
     draw = random.Random(seed)
-    time, size, taps = draw.choice((1, 2, 17, 40)), draw.choice((1, 33, 100)), draw.choice((1, 2, 4))
+    time, size, taps = draw.choice((1, 2, 17, 40)), draw.choice((1, 33, 100)), (4, 1, 2)[seed]
     v = torch.randn(time, draw.randint(1, 2), draw.randint(1, 3), size).to(draw.choice(DTYPES)).transpose(0, 1)
     args = [t.requires_grad_() for t in (v, torch.randn(*v.shape[2:], taps), torch.randn(v.shape[2:]))]
     out = short_conv(*args, dilation=draw.choice((1, 3, 7)), eps=1e-6)
