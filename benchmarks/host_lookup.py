@@ -71,11 +71,16 @@ class Bench:
         return storage, rule
 
     def times(self, actions: dict[str, Action], draws: Callable[[], torch.Tensor], repeats: int) -> dict[str, float]:
-        """Median microseconds of each, in turn with the others, each time with ids that no one has read."""
+        """Median microseconds of each, in turn with the others, each time with ids that no one has read.
+
+        The order rotates: after the CPU's gather, whose threads are still awake, every action takes longer.
+        """
         out = torch.empty((draws().numel(), HEAD_DIM), dtype=DTYPE, device=self.device)
         seconds: dict[str, list[float]] = {name: [] for name in actions}
+        order = list(actions.items())
         for turn in range(repeats + 1):
-            for name, action in actions.items():
+            order.append(order.pop(0))
+            for name, action in order:
                 ids = draws()
                 self.wait()
                 started = time.perf_counter()

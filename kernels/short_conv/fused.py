@@ -251,14 +251,15 @@ def walk_for(direction: str, size: int, taps: int) -> Walk:
 
     A thread has about 10 values of a row, at least two of a block (a copy that runs ahead moves 4 bytes or more). Each value
     takes what the walk holds: forward K taps and K - 1 sums begun, backward K taps, K sums, K rows and K - 1 sums begun. The
-    estimates are ptxas's counts for sm_90 at K = 4, backward less what it gives up without spilling much.
+    estimates are ptxas's counts for sm_90 at K = 4. On an H200 backward gained more from loads that run ahead (289 us) than from
+    a third program on an SM (334 us), and forward from a fourth stage (121 us for 127).
     """
     block, chunks = row_blocks(size)
     warps = max(1, min(power_of_two(-(-size // (32 * 10))), block // 64, 16))
     values = -(-block * chunks // (32 * warps))
-    registers = max(64, (2 * taps + 4) * values) if direction == "forward" else 60 + (3 * taps - 1) * values
+    registers = max(64, (2 * taps + 4) * values) if direction == "forward" else 80 + 4 * taps * values
     resident = max(1, min(_REGISTERS // (32 * warps * registers), 64 // warps, 32))
-    return Walk(warps=warps, resident=resident, stages=3 if direction == "forward" else 2)
+    return Walk(warps=warps, resident=resident, stages=4 if direction == "forward" else 3)
 
 
 def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
