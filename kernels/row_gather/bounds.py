@@ -9,6 +9,13 @@ Bounds = Literal["fatal", "warn", "ignore"]
 MODES: tuple[str, ...] = get_args(Bounds)
 
 
+def checked_mode(bounds: Bounds, error: type[ValueError] = ValueError) -> Bounds:
+    """The mode that was given; raises ``error`` for what is none."""
+    if bounds not in MODES:
+        raise error(f"bounds {bounds!r}: expected one of {', '.join(MODES)}")
+    return bounds
+
+
 def outside(row_ids: torch.Tensor, rows_total: int) -> torch.Tensor:
     """bool like ``row_ids``: neither a row nor -1, which stands for "no row"."""
     return (row_ids < -1) | (row_ids >= rows_total)

@@ -5,6 +5,7 @@ Scenarios run one after the other in one group: starting processes is what costs
 
 import os
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from tiny_engram.errors import TableError
 from tiny_engram.table.fill_rule import FillRule
+from tiny_engram.table.prefetch import Prefetcher
 from tiny_engram.table.sharding import ShardedTable, shard_range
 from tiny_engram.table.storage import RowStorage
 from tiny_engram.table.table_writer import write_table
@@ -66,6 +68,13 @@ def said(action):
     return "nothing was raised"
 
 
+def warned(action):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
 def lookups(rank, world, folder):
     out = {}
     sharded = split(rank, world, table())
@@ -77,7 +86,15 @@ def lookups(rank, world, folder):
     out["ignore"] = sharded.lookup(outside, bounds="ignore")
     out["warn"] = sharded.lookup(outside, bounds="warn")
     sharded.lookup(outside[rank : rank + 1], bounds="warn", same_ids=False)
-    out["violations"] = sharded.violations
+    out["counted"], (out["first"],) = sharded.report().out_of_bounds, warned(sharded.check_bounds)
+    out["counted anew"] = sharded.check_bounds()
+    ahead = Prefetcher(sharded, capacity=200, columns=1, device="cpu", dtype=torch.bfloat16)
+    for ids in (same_ids(), same_ids().flip(0)):
+        ahead.start(ids.reshape(-1, 1))
+        out.setdefault("prefetched", []).append(ahead.wait().clone())
+    place = torch.empty(*own_ids(rank).shape, HEAD_DIM, dtype=torch.float16)
+    out["into"] = sharded.lookup(own_ids(rank), out=place, same_ids=False).data_ptr() == place.data_ptr(), place
+    out["wrong out"] = said(lambda: sharded.lookup(same_ids(), out=place))
     out["fatal same"] = said(lambda: sharded.lookup(outside))
     out["fatal own"] = said(lambda: sharded.lookup(torch.tensor([1, ROWS if rank == world - 1 else 2]), same_ids=False))
     out["dtypes"] = said(lambda: sharded.lookup(torch.tensor([1]), dtype=DTYPES[min(rank, 1)], same_ids=False))

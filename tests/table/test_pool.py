@@ -15,6 +15,7 @@ from tiny_engram.table import EngramTable
 from tiny_engram.table.pool import MooncakeRows, publish
 from tiny_engram.table.pool_format import Manifest, RowCheck
 from tiny_engram.table.pool_link import Link
+from tiny_engram.table.prefetch import Prefetcher
 
 _spec = importlib.util.spec_from_file_location("pool_cluster", Path(__file__).with_name("pool_cluster.py"))
 assert _spec is not None and _spec.loader is not None
@@ -122,6 +123,18 @@ def test_an_engram_layer_takes_it(rows, local):
     got = layer(x, canonical)
     layer.table = local
     assert torch.equal(got, layer(x, canonical)) and not torch.equal(got, x)
+
+
+def test_a_prefetcher_takes_it(rows, local):
+    ahead = Prefetcher(rows, capacity=40, columns=5, device="cpu", dtype=torch.bfloat16)
+    for seed in (1, 2):
+        ids = cluster.random_ids(200, seed=seed).reshape(40, 5)
+        ahead.start(ids)
+        assert torch.equal(ahead.wait(), local.lookup(ids, dtype=torch.bfloat16).flatten(1))
+    ahead.start(torch.full((3, 5), -1))
+    assert not ahead.wait().any()
+    with pytest.raises(TableError, match="expected contiguous"):
+        rows.lookup(ids, out=torch.empty(3, cluster.HEAD_DIM))
 
 
 def test_bounds(rows, local):

@@ -95,8 +95,18 @@ def test_ids_outside_the_table(seen):
     count = 3 + (1 if len(seen) == 2 else 2)
     for saw in (s["lookups"] for s in seen):
         assert same_bits(saw["ignore"], wanted) and same_bits(saw["warn"], wanted)
-        assert saw["violations"].tolist() == [count, ranks.ROWS]
+        assert saw["counted"] == count and saw["counted anew"] == 0
+        assert f"{count} row ids looked up on cpu are not in the table, the first was {ranks.ROWS}" in saw["first"]
         assert f"row id {ranks.ROWS} is outside" in saw["fatal same"] and f"row id {ranks.ROWS} is outside" in saw["fatal own"]
+
+
+def test_a_prefetcher_takes_it(seen):
+    for rank, saw in enumerate(s["lookups"] for s in seen):
+        for got, ids in zip(saw["prefetched"], (ranks.same_ids(), ranks.same_ids().flip(0)), strict=True):
+            assert same_bits(got, unsharded(ids.reshape(-1), torch.bfloat16))
+        same_memory, into = saw["into"]
+        assert same_memory and same_bits(into, unsharded(ranks.own_ids(rank), torch.float16))
+        assert "expected contiguous [4, 50, 64]" in saw["wrong out"]
 
 
 def test_a_group_is_in_step_after_errors(seen):

@@ -4,7 +4,6 @@ Imports torch, kernels, tiny_engram.errors and its neighbours; the planner and m
 A dense table's row id is its slot in a storage; a virtual table keeps the few rows that exist out of a huge address space.
 """
 
-import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Self
@@ -13,8 +12,9 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import Bounds, row_gather
-from tiny_engram.kernels.row_gather.bounds import MODES, count, outside
+from tiny_engram.kernels.row_gather.bounds import checked_mode, count, outside
 
+from .counters import OutsideCounters
 from .report import TableReport
 from .storage import Home, Layout, RowStorage
 from .virtual_index import VirtualRows, missing_rows
@@ -34,14 +34,15 @@ class EngramTable:
     Attributes:
         bounds: what an id without a row does where the lookup does not say: "fatal" raises and names it, "warn" reads zeros and
             counts (see :meth:`check_bounds`), "ignore" reads zeros.
+        counters: what "warn" counted.
     """
 
     def __init__(self, rows: RowStorage | VirtualRows, *, bounds: Bounds = "fatal"):
         """Use one of the class methods."""
-        self.bounds: Bounds = _checked(bounds)
+        self.bounds: Bounds = checked_mode(bounds, TableError)
         self._rows = rows
         self._planners: dict[torch.device, LookupPlanner] = {}
-        self._violations: dict[torch.device, torch.Tensor] = {}
+        self.counters = OutsideCounters()
 
     @classmethod
     def dense(cls, payload: torch.Tensor, scale: torch.Tensor) -> Self:
@@ -207,7 +208,7 @@ class EngramTable:
         """
         if row_ids.dtype != torch.int64:
             raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
-        mode = self.bounds if bounds is None else _checked(bounds)
+        mode = self.bounds if bounds is None else checked_mode(bounds, TableError)
         if mode == "fatal" and row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
         try:
@@ -227,19 +228,11 @@ class EngramTable:
         Returns:
             How many they were.
         """
-        total = 0
-        for device, counter in self._violations.items():
-            found, first = counter.tolist()
-            if found:
-                total += found
-                counter.zero_()
-                where = f"{found} row ids looked up on {device} are not in the table, the first was {first}"
-                warnings.warn(f"{where}: they were read as zeros; mend the ids, or use bounds='ignore'", RuntimeWarning, stacklevel=2)
-        return total
+        return self.counters.check()
 
     def report(self) -> TableReport:
         """Where the rows are, how they are held, and how many ids outside the table were counted. Waits for devices."""
-        counted = sum(int(counter[0]) for counter in self._violations.values())
+        counted = self.counters.total()
         if isinstance(self._rows, RowStorage):
             return self._rows.report(out_of_bounds=counted)
         return TableReport(
@@ -258,7 +251,7 @@ class EngramTable:
     ) -> torch.Tensor:
         payload, scale = storage.payload, storage.scale
         if row_ids.device == storage.device or (storage.device.type == "cpu" and row_ids.is_cuda):
-            counter = self._counter(row_ids.device) if bounds == "warn" else None
+            counter = self.counters.at(row_ids.device) if bounds == "warn" else None
             if row_ids.device == storage.device:
                 return row_gather(payload, scale, row_ids, bounds=bounds, violations=counter, dtype=dtype, out=out)
             planner = self._planner(storage, row_ids.device)
@@ -281,7 +274,7 @@ class EngramTable:
                 if bounds == "fatal":
                     raise TableError(missing_rows(row_ids, missing))
                 # Ids that were found count as "no row", which is never outside; a table of no rows has none of the others.
-                count(torch.where(missing, row_ids, -1), 0, self._counter(row_ids.device))
+                count(torch.where(missing, row_ids, -1), 0, self.counters.at(row_ids.device))
         payload = rows.payload.view(torch.float8_e4m3fn)
         return row_gather(payload, rows.scale, slots.masked_fill(~found, -1), bounds="ignore", dtype=dtype, out=out)
 
@@ -292,25 +285,10 @@ class EngramTable:
             self._planners[device] = LookupPlanner(storage, device)
         return self._planners[device]
 
-    def _counter(self, device: torch.device) -> torch.Tensor:
-        """int64 ``[2]`` on a device: ids outside the table so far, and the first of them."""
-        if device not in self._violations:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise TableError("the first lookup with bounds='warn' is captured: look up once before, to make its counter")
-            with torch.inference_mode(False):
-                self._violations[device] = torch.zeros(2, dtype=torch.int64, device=device)
-        return self._violations[device]
-
     def _virtual(self, verb: str) -> VirtualRows:
         if not isinstance(self._rows, VirtualRows):
             raise TableError(f"cannot {verb} rows of a dense table: its size is its storage's; use EngramTable.virtual")
         return self._rows
-
-
-def _checked(bounds: Bounds) -> Bounds:
-    if bounds not in MODES:
-        raise TableError(f"bounds {bounds!r}: expected one of {list(MODES)}")
-    return bounds
 
 
 def _moved(rows: torch.Tensor, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import Bounds, row_gather
-from tiny_engram.kernels.row_gather.bounds import MODES
+from tiny_engram.kernels.row_gather.bounds import checked_mode
 from tiny_engram.kernels.row_gather.bounds import count as count_outside
 from tiny_engram.kernels.row_gather.bounds import refuse as refuse_outside
 from tiny_engram.kernels.row_gather.bounds import warn as warn_outside
@@ -23,7 +23,7 @@ from tiny_engram.kernels.unique_ids import unique_ids
 
 from .costs import HostPath, LookupCosts, machine_key, measure, resolve
 from .host_gather import HostGather, gathering
-from .storage import RowStorage
+from .storage import RowStorage, room_for
 
 __all__ = ["LookupPlanner", "LookupPath"]
 
@@ -196,12 +196,8 @@ class LookupPlanner:
         self, row_ids: torch.Tensor, dtype: torch.dtype, bounds: Bounds, out: torch.Tensor | None, violations: torch.Tensor | None
     ) -> torch.Tensor:
         shape = (*row_ids.shape, self.storage.head_dim)
-        if out is None:
-            out = torch.empty(shape, dtype=dtype, device=self.device)
-        if tuple(out.shape) != shape or not out.is_contiguous() or out.device != self.device:
-            raise TableError(f"out {list(out.shape)} on {out.device}: expected contiguous {list(shape)} on {self.device}")
-        if bounds not in MODES:
-            raise TableError(f"bounds {bounds!r}: expected one of {', '.join(MODES)}")
+        out = room_for(shape, dtype, self.device, out)
+        checked_mode(bounds, TableError)
         flat, target = row_ids.reshape(-1).contiguous(), out.view(-1, shape[-1])
         deduplicate = self._deduplicates(flat.numel())
         distinct = 0

@@ -11,10 +11,11 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import Bounds, row_gather
-from tiny_engram.kernels.row_gather.bounds import MODES, refuse, warn
+from tiny_engram.kernels.row_gather.bounds import checked_mode, refuse, warn
 
 from .pool_format import OBJECT_BYTES, Manifest, RowCheck, check_name, current_key
 from .pool_link import Link, LinkError, PoolConfig, way_out
+from .storage import room_for
 from .table_digest import RowSource, RowsProgress, digest_blocks, table_digest
 
 __all__ = ["MooncakeRows", "PoolConfig", "publish"]
@@ -117,7 +118,7 @@ class MooncakeRows:
             TableError: no pool there, or no such table in it; also with ``on_failure="zero"``.
         """
         check_name(name)
-        self.bounds: Bounds = _checked(bounds)
+        self.bounds: Bounds = checked_mode(bounds, TableError)
         self.config = config
         self.name = name
         self.failures = 0
@@ -145,23 +146,32 @@ class MooncakeRows:
     def __len__(self) -> int:
         return self.manifest.rows
 
-    def lookup(self, row_ids: torch.Tensor, *, bounds: Bounds | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def lookup(
+        self,
+        row_ids: torch.Tensor,
+        *,
+        bounds: Bounds | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Read rows; each is fetched once however often it is asked for.
 
         Args:
             row_ids: int64 ``[...]``; -1 is no row and gives zeros. Ids on a CUDA device are waited for.
             bounds: as the attribute, which counts when this is None.
             dtype: float32, bfloat16 or float16.
+            out: contiguous ``[..., head_dim]`` on the ids' device to write into; its type then counts, not ``dtype``.
 
         Returns:
-            ``[..., head_dim]`` on the ids' device.
+            ``[..., head_dim]`` on the ids' device, or ``out``.
 
         Raises:
-            TableError: an id outside the table (``bounds="fatal"``); with ``on_failure="raise"`` also rows that did not come in time.
+            TableError: an id outside the table (``bounds="fatal"``), types that do not fit; with ``on_failure="raise"`` also rows that
+                did not come in time.
         """
         if row_ids.dtype != torch.int64:
             raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
-        mode = self.bounds if bounds is None else _checked(bounds)
+        mode = self.bounds if bounds is None else checked_mode(bounds, TableError)
         ids = row_ids.detach().cpu()
         if mode == "fatal":
             try:
@@ -171,41 +181,42 @@ class MooncakeRows:
         elif mode == "warn":
             warn(ids, len(self))
         there = (ids >= 0) & (ids < len(self))
+        rows = room_for((*row_ids.shape, self.head_dim), dtype, row_ids.device, out)
         wanted, inverse = torch.unique(ids[there], return_inverse=True)
         slots = torch.full_like(ids, -1)
         slots[there] = inverse
         started = time.monotonic()
         deadline = started + self.config.timeout_ms / 1000
         if not wanted.numel():
-            return torch.zeros((*row_ids.shape, self.head_dim), dtype=dtype, device=row_ids.device)
+            return rows.zero_()
         try:
             if not self._lock.acquire(timeout=self.config.timeout_ms / 1000):
                 raise LinkError("timeout", "other threads' lookups took the time")
             try:
-                return self._read(wanted, slots, row_ids.device, dtype, deadline)
+                return self._read(wanted, slots, rows, deadline)
             finally:
                 self._lock.release()
         except LinkError as error:
-            return self._failed(error, started, row_ids, dtype)
+            return self._failed(error, started, rows)
 
     def close(self) -> None:
         """End the connection; a later lookup would open another."""
         with self._lock:
             self._link.close()
 
-    def _read(self, wanted: torch.Tensor, slots: torch.Tensor, device: torch.device, dtype: torch.dtype, deadline: float) -> torch.Tensor:
+    def _read(self, wanted: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, deadline: float) -> torch.Tensor:
         self._link.connect(deadline)
         if self._attached != self._link.generation:
             # Another master may answer by now, with another table under the old keys.
             if self._link.request(deadline, "get", self.manifest.key) != self.manifest.encode():
                 raise LinkError("missing", f"version {self.manifest.digest[:16]} is not published any more")
             self._attached = self._link.generation
-        if device.type == "cuda":
+        if out.is_cuda:
             self._link.pin()
         pieces = [self._fetch(piece, deadline) for piece in wanted.split(self._capacity)] if wanted.numel() > self._capacity else None
         records = self._fetch(wanted, deadline, copy=False) if pieces is None else torch.cat(pieces)
-        payload, scale = self._check.views(records.to(device))
-        rows = row_gather(payload, scale, slots.to(device), bounds="ignore", dtype=dtype)
+        payload, scale = self._check.views(records.to(out.device))
+        rows = row_gather(payload, scale, slots.to(out.device), bounds="ignore", out=out)
         self._warned = False
         return rows
 
@@ -225,7 +236,7 @@ class MooncakeRows:
             raise LinkError("engine", f"{int(wrong.sum())} of {count} rows came back damaged, the first is row {first}")
         return stored.clone() if copy else stored
 
-    def _failed(self, error: LinkError, started: float, row_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _failed(self, error: LinkError, started: float, out: torch.Tensor) -> torch.Tensor:
         self.failures += 1
         message = _message(self.config, self.name, error, started)
         if self.config.on_failure == "raise":
@@ -233,7 +244,7 @@ class MooncakeRows:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{message}; until then rows are read as zeros (counted in failures)", RuntimeWarning, stacklevel=3)
-        return torch.zeros((*row_ids.shape, self.head_dim), dtype=dtype, device=row_ids.device)
+        return out.zero_()
 
 
 def _find(link: Link, name: str, digest: str | None, deadline: float) -> Manifest:
@@ -250,9 +261,3 @@ def _find(link: Link, name: str, digest: str | None, deadline: float) -> Manifes
     if (manifest.name, manifest.digest) != (name, digest):
         raise TableError(f"pool table {name!r} at {link.config.master}: its manifest is of {manifest.prefix}; publish the table again")
     return manifest
-
-
-def _checked(bounds: Bounds) -> Bounds:
-    if bounds not in MODES:
-        raise TableError(f"bounds {bounds!r}: expected one of {list(MODES)}")
-    return bounds

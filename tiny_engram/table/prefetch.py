@@ -20,7 +20,7 @@ __all__ = ["Prefetcher", "Rows", "side_stream"]
 
 
 class Rows(Protocol):
-    """What rows are read from: an EngramTable, HotRows over one, or whatever has their lookup."""
+    """What rows are read from: an EngramTable, HotRows over one, a ShardedTable, MooncakeRows, or whatever has their lookup."""
 
     @property
     def head_dim(self) -> int: ...

@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import OUT_DTYPES, Bounds, row_gather
+from tiny_engram.kernels.row_gather.bounds import checked_mode
 from tiny_engram.kernels.row_gather.bounds import count as count_outside
 from tiny_engram.kernels.row_gather.bounds import refuse as refuse_outside
 
 from .engram_table import EngramTable
 from .mapped import map_rows, write_pool
-from .storage import RowStorage
+from .report import TableReport
+from .storage import RowStorage, room_for
 from .table_file import TableFile
 
 T = TypeVar("T")
@@ -53,8 +55,7 @@ class ShardedTable:
 
     Attributes:
         rows_total: rows of the whole table.
-        violations: int64 ``[2]`` on the device of the first lookup that counted, None before: how many ids ``bounds="warn"``
-            found outside the table, and the first of them. With ``same_ids=False`` it counts the ids of all ranks.
+        bounds: what an id without a row does where the lookup does not say, as in EngramTable; the same on every rank.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ShardedTable:
         rows_total: int,
         group: dist.ProcessGroup | None = None,
         mode: Mode = "split",
+        bounds: Bounds = "fatal",
     ):
         """Every rank of the group must construct at the same time; they compare what they hold.
 
@@ -73,7 +75,7 @@ class ShardedTable:
             first_row: row id of ``storage``'s row 0.
             rows_total: rows of the whole table.
             group: None takes the default group.
-            mode: see the class.
+            mode, bounds: see the class.
 
         Raises:
             TableError: no process group, or the ranks' tables do not make one whole: another row count, width or mode, a gap
@@ -86,9 +88,9 @@ class ShardedTable:
         self.first_row, self.rows_total = first_row, rows_total
         self.head_dim = storage.head_dim
         self.world = dist.get_world_size(group)
-        self.violations: torch.Tensor | None = None
         self._group = group
-        self._table = EngramTable.over(storage)
+        self._table = EngramTable.over(storage, bounds=bounds)
+        self.bounds: Bounds = self._table.bounds
         self._device_types = _device_types(group)
         self._compare()
 
@@ -151,45 +153,59 @@ class ShardedTable:
         self,
         row_ids: torch.Tensor,
         *,
+        bounds: Bounds | None = None,
         dtype: torch.dtype = torch.float32,
-        bounds: Bounds = "fatal",
+        out: torch.Tensor | None = None,
         same_ids: bool = True,
     ) -> torch.Tensor:
         """Rows by id; every rank of a split table must call it, with the same dtype and bounds.
 
         Args:
             row_ids: int64 ``[...]``, on a device that the group's backend serves (split); -1 gives zeros.
+            bounds: as the attribute, which counts when this is None.
             dtype: float32, bfloat16 or float16.
-            bounds: what an id outside the table does, on every rank alike.
+            out: contiguous ``[..., head_dim]`` on the ids' device to write into; its type then counts, not ``dtype``.
             same_ids: True where all ranks ask for the same ids (tensor parallel): one all-reduce. False where each has its own, in
                 any number (data parallel): ids are gathered first, rows reduced to the rank that asked; this synchronises with the host.
 
         Returns:
-            ``[..., head_dim]`` on the device of ``row_ids``.
+            ``[..., head_dim]`` on the device of ``row_ids``, or ``out``.
 
         Raises:
             TableError: an id outside the table under ``fatal``, a rank that does not answer, ranks that ask for different dtypes.
         """
+        bounds = checked_mode(self.bounds if bounds is None else bounds, TableError)
         if self.mode == "host_shared":
-            return self._table.lookup(row_ids, bounds=bounds, dtype=dtype)
-        if dtype not in OUT_DTYPES or bounds not in get_args(Bounds):
-            raise TableError(f"dtype {dtype}, bounds {bounds!r}: expected one of {list(OUT_DTYPES)} and of {list(get_args(Bounds))}")
+            return self._table.lookup(row_ids, bounds=bounds, dtype=dtype, out=out)
+        dtype = dtype if out is None else out.dtype
+        if dtype not in OUT_DTYPES:
+            raise TableError(f"dtype {dtype}: expected one of {list(OUT_DTYPES)}")
         if row_ids.dtype != torch.int64 or row_ids.device.type not in self._device_types:
             raise TableError(
                 f"row ids are {row_ids.dtype} on {row_ids.device}: expected torch.int64 on a device that the group's backend serves "
                 f"({', '.join(sorted(self._device_types))})"
             )
+        rows = room_for((*row_ids.shape, self.head_dim), dtype, row_ids.device, out)
         if not same_ids:
-            return self._lookup_own(row_ids, dtype, bounds)
-        rows = self._local(row_ids, dtype, bounds)
+            return self._lookup_own(row_ids, bounds, rows)
+        self._local(row_ids, bounds, rows)
         with self._peers("lookup"):
             dist.all_reduce(rows.view(torch.int32), group=self._group)
         return rows
 
-    def _lookup_own(self, row_ids: torch.Tensor, dtype: torch.dtype, bounds: Bounds) -> torch.Tensor:
+    def check_bounds(self) -> int:
+        """Warn of what ``bounds="warn"`` counted on this rank, as ``EngramTable.check_bounds``; with ``same_ids=False`` a split
+        table counts the ids of all ranks."""
+        return self._table.counters.check()
+
+    def report(self) -> TableReport:
+        """Where this rank's rows are, how they are held, and how many ids outside the table were counted. Waits for devices."""
+        return self._table.report()
+
+    def _lookup_own(self, row_ids: torch.Tensor, bounds: Bounds, rows: torch.Tensor) -> torch.Tensor:
         if row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("same_ids=False under stream capture: its counts go through the host; gather them first, pass same_ids=True")
-        ask = torch.tensor([row_ids.numel(), OUT_DTYPES.index(dtype), get_args(Bounds).index(bounds)], device=row_ids.device)
+        ask = torch.tensor([row_ids.numel(), OUT_DTYPES.index(rows.dtype), get_args(Bounds).index(bounds)], device=row_ids.device)
         asked = self._gathered(ask).tolist()
         if any(other[1:] != asked[0][1:] for other in asked):
             said = [f"rank {rank} {OUT_DTYPES[d]} {get_args(Bounds)[b]}" for rank, (_, d, b) in enumerate(asked)]
@@ -197,47 +213,44 @@ class ShardedTable:
         longest = max(number for number, _, _ in asked)
         padded = row_ids.new_full((longest,), -1)
         padded[: row_ids.numel()] = row_ids.reshape(-1)
-        partial = self._local(self._gathered(padded).reshape(-1), dtype, bounds)
-        own = torch.empty((longest, self.head_dim), dtype=dtype, device=row_ids.device)
+        partial = rows.new_empty((self.world * longest, self.head_dim))
+        self._local(self._gathered(padded).reshape(-1), bounds, partial)
+        own = rows.new_empty((longest, self.head_dim))
         if longest:
             with self._peers("lookup"):
                 _reduce_scatter(own.view(torch.int32), partial.view(torch.int32), group=self._group)
-        return own[: row_ids.numel()].view(*row_ids.shape, self.head_dim)
+        return rows.copy_(own[: row_ids.numel()].view(rows.shape))
 
-    def _local(self, row_ids: torch.Tensor, dtype: torch.dtype, bounds: Bounds) -> torch.Tensor:
-        """This rank's rows, +0 bits where another rank holds them; raises alike on all ranks, before any communication."""
+    def _local(self, row_ids: torch.Tensor, bounds: Bounds, out: torch.Tensor) -> None:
+        """This rank's rows into ``out``, +0 bits where another rank holds them; raises alike on all ranks, before any communication."""
         capturing = row_ids.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing and bounds == "fatal":
             raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
-        if bounds == "warn" and self.violations is None:
-            if capturing:
-                raise TableError(
-                    "bounds='warn' was not used before this capture, which would restart it at each replay: look up once before"
-                )
-            self.violations = torch.zeros(2, dtype=torch.int64, device=row_ids.device)
+        violations = self._table.counters.at(row_ids.device) if bounds == "warn" else None
         payload, scale = self.storage.payload, self.storage.scale
         try:
             if row_ids.device == payload.device:
-                return row_gather(
+                row_gather(
                     payload,
                     scale,
                     row_ids,
                     first_row=self.first_row,
                     rows_total=self.rows_total,
                     bounds=bounds,
-                    violations=self.violations if bounds == "warn" else None,
-                    dtype=dtype,
+                    violations=violations,
+                    out=out,
                 )
+                return
             # Host rows for a GPU: the table's planner knows the fast way across the bus, and takes ids of this storage alone.
             if bounds == "fatal":
                 refuse_outside(row_ids, self.rows_total)
-            elif self.violations is not None and bounds == "warn":
-                count_outside(row_ids, self.rows_total, self.violations)
+            elif violations is not None:
+                count_outside(row_ids, self.rows_total, violations)
         except (IndexError, ValueError) as error:
             raise TableError(str(error)) from error
         local = row_ids - self.first_row
         local = local.masked_fill((local < 0) | (local >= self.storage.rows), -1)
-        return self._table.lookup(local, bounds="ignore", dtype=dtype)
+        self._table.lookup(local, bounds="ignore", out=out)
 
     def _compare(self) -> None:
         mine = [self.rows_total, self.head_dim, get_args(Mode).index(self.mode), self.first_row, self.storage.rows]

@@ -267,6 +267,15 @@ def device_memory(what: str, device: torch.device | str, way_out: str) -> Iterat
         raise TableError(f"{what} on {device} cannot be had ({str(error).splitlines()[0]}); {way_out}") from error
 
 
+def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:
+    """Where a lookup writes: ``out``, whose type then counts, or a new tensor. Raises TableError where ``out`` does not fit."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if tuple(out.shape) != shape or not out.is_contiguous() or out.device != device:
+        raise TableError(f"out {list(out.shape)} on {out.device}: expected contiguous {list(shape)} on {device}")
+    return out
+
+
 def check_rows(payload: torch.Tensor, scale: torch.Tensor, *, lead: tuple[int, ...] | None = None, head_dim: int | None = None) -> None:
     """Do they hold rows: float8_e4m3fn ``[*lead, head_dim]`` and uint8 ``[*lead, head_dim / 32]``?
 
