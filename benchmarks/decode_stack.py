@@ -39,11 +39,6 @@ class Shape:
     context: int = 1024
     engram_at: tuple[int, int] = (1, 14)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values of one request."""
-        return self.blocks * 2 * self.kv_heads * self.context * self.head * 2
-
 
 TINY = Shape(blocks=4, hidden=64, heads=4, kv_heads=2, head=16, ffn=96, vocab=500, context=16, engram_at=(1, 3))
 

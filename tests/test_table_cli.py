@@ -114,6 +114,15 @@ def test_round_trip(run, table):
     ]  # fmt: skip
 
 
+def test_convert_to_fewer_shards_in_place(run, table):
+    assert run("convert", table, "parts.safetensors", "--shard-bytes", "2M")[0] == 0
+    Path("parts-00009-of-00009.safetensors").write_bytes(table.read_bytes())  # not of this table
+    assert run("convert", "parts.safetensors.index.json", "parts.safetensors", "--shard-bytes", "5M", "--force")[0] == 0
+    assert run("verify", "parts.safetensors.index.json")[1].startswith("parts.safetensors.index.json: sound, 3 of 3 blocks")
+    left = [f"parts-{name}.safetensors" for name in ("00001-of-00002", "00002-of-00002", "00009-of-00009")]
+    assert sorted(os.listdir()) == [*left, "parts.safetensors.index.json", "t.safetensors"]
+
+
 def test_verify_names_the_damage(refused, run, table):
     damage(table, BLOCK_ROWS + 7)
     refused(rf"t\.safetensors: rows {BLOCK_ROWS} to {2 * BLOCK_ROWS - 1} \(block 1 of 3\) are damaged", "verify", table)
@@ -135,7 +144,7 @@ def test_bad_files(refused, run, table, tmp_path):
     refused("rows 0:999999999 are asked for", "verify", "t.safetensors", "--rows", ":999999999")
     refused("the name of an index, expected --shard-bytes", "convert", "t.safetensors", "x.safetensors.index.json")
     refused("a device holds one file", "convert", "t.safetensors", "/dev/null", "--shard-bytes", "1M")
-    refused("cannot be made", "convert", "t.safetensors", "no/where.safetensors")
+    refused("cannot be made .*; make the folder first", "convert", "t.safetensors", "no/where.safetensors")
     refused("shards of 0 bytes", "convert", "t.safetensors", "x.safetensors", "--shard-bytes", 0)
 
 

@@ -5,12 +5,14 @@ import threading
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tiny_engram.errors import TableError
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.mapped import map_rows
 from tiny_engram.table.table_digest import BLOCK_ROWS
-from tiny_engram.table.table_file import TableFile
+from tiny_engram.table.table_file import INDEX_SUFFIX, TableFile
 from tiny_engram.table.table_writer import draft_path, write_table
 
 
@@ -51,6 +53,31 @@ def test_nothing_is_left_of_a_failed_write(tmp_path):
     with pytest.raises(RuntimeError, match="lost"):
         write_table(path, Failing(), replace=True)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "stay"),
+    [
+        (None, []),
+        ("holds more", ["t-00002-of-00002.safetensors"]),
+        ("no table", ["t-00001-of-00002.safetensors", "t-00002-of-00002.safetensors"]),
+    ],
+)
+def test_shards_that_a_smaller_number_leaves_over(tmp_path, spoil, stay):
+    """Only files that the old index names, and that hold nothing else, are ours to remove."""
+    path, index = tmp_path / "t.safetensors", tmp_path / f"t{INDEX_SUFFIX}"
+    write_table(path, rows_by_rule(BLOCK_ROWS + 5), shard_bytes=1)
+    second = tmp_path / "t-00002-of-00002.safetensors"
+    if spoil == "holds more":
+        with safe_open(second, "pt") as file:
+            held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        save_file({**held, "lm_head.weight": torch.zeros(2)}, second, metadata)
+    elif spoil:
+        index.write_text("{}")
+    write_table(path, rows_by_rule(7), shard_bytes=1, replace=True)
+    assert sorted(os.listdir(tmp_path)) == sorted(["t-00001-of-00001.safetensors", *stay, index.name])
+    with TableFile(index) as file:
+        assert file.rows == 7 and file.verify() == 1
 
 
 def test_refuses_to_overwrite(tmp_path):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.tiers import DEFAULT_TIERS, DEVICE, LEAST, MOST, Tier
+
+from .tiers import DEFAULT_TIERS, DEVICE, LEAST, MOST, Tier
 
 __all__ = ["HotTier", "Stack", "exposed_us", "harmonic", "hit_rate", "plan", "predict"]
 

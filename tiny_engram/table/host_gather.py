@@ -3,7 +3,7 @@
 Threads in C gather (native_gather.py): one job for a whole lookup, whose chunks leave for the device as they are done. Without
 a C compiler each chunk is one torch.index_select, which is slower on rows that no cache holds, and wakes torch's threads for
 every chunk. Python threads around numpy were slower than either by far, handing the interpreter's lock around. Imports torch,
-kernels, and tiny_engram.table.{native_gather,storage}.
+kernels, and its neighbours native_gather and storage.
 """
 
 import warnings

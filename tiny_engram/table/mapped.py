@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.header import WRITING
-from tiny_engram.table.mapping import RowMapping, Run, map_runs
-from tiny_engram.table.open_file import DEVICE_PAGE, OpenFile, device_size, is_device, padded
-from tiny_engram.table.storage import RowStorage
-from tiny_engram.table.table_digest import RowSource, RowsProgress
-from tiny_engram.table.table_file import TableFile
-from tiny_engram.table.table_writer import rows_of, write_into, write_table, writer_of
+
+from .header import WRITING
+from .mapping import RowMapping, Run, map_runs
+from .open_file import DEVICE_PAGE, OpenFile, device_size, is_device, padded
+from .storage import RowStorage
+from .table_digest import RowSource, RowsProgress
+from .table_file import TableFile
+from .table_writer import rows_of, write_into, write_table, writer_of
 
 __all__ = ["map_rows", "write_pool"]
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.open_file import OpenFile, is_device, padded
-from tiny_engram.table.pinning import PORTABLE_MAPPED, READ_ONLY, Pieces, register_range, unregister_all
-from tiny_engram.table.report import huge_page_share, numa_nodes
+
+from .open_file import OpenFile, is_device, padded
+from .pinning import PORTABLE_MAPPED, READ_ONLY, Pieces, register_range, unregister_all
+from .report import huge_page_share, numa_nodes
 
 __all__ = ["RowMapping", "Run", "map_runs"]
 

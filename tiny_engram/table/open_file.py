@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.header import WRITING, Header, parse_header
+
+from .header import WRITING, Header, parse_header
 
 __all__ = ["DEVICE_PAGE", "OpenFile", "device_size", "is_device", "padded"]
 

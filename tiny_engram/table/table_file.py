@@ -29,9 +29,10 @@ import numpy as np
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.table.header import TensorSpan, clipped, parse_json
-from tiny_engram.table.open_file import OpenFile
-from tiny_engram.table.table_digest import BLOCK_ROWS, RowsProgress, table_digest, verify_rows
+
+from .header import TensorSpan, clipped, parse_json
+from .open_file import OpenFile
+from .table_digest import BLOCK_ROWS, RowsProgress, table_digest, verify_rows
 
 __all__ = ["FORMAT", "INDEX_SUFFIX", "KEY", "Part", "TableFile", "table_metadata"]
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.files import sync_folder, write_atomically
-from tiny_engram.table.header import PAGE, WRITING, Header, build_header
-from tiny_engram.table.storage import check_rows
-from tiny_engram.table.table_digest import (
+
+from .header import PAGE, WRITING, Header, build_header
+from .storage import check_rows
+from .table_digest import (
     BLOCK_ROWS,
     RowSource,
     RowsProgress,
@@ -31,7 +33,7 @@ from tiny_engram.table.table_digest import (
     each_block,
     table_digest,
 )
-from tiny_engram.table.table_file import INDEX_SUFFIX, KEY, TableFile, table_metadata
+from .table_file import INDEX_SUFFIX, KEY, TableFile, table_metadata
 
 __all__ = ["Draft", "RowTensors", "Sink", "draft_path", "fill", "rows_of", "write_table", "writer_of"]
 
@@ -109,7 +111,8 @@ class Draft:
                 self.abandon()
                 raise
         except OSError as error:
-            raise TableError(f"{path}: cannot be made ({error.strerror or error}); choose another folder") from error
+            way_out = "make the folder first" if isinstance(error, FileNotFoundError) else "choose another folder"
+            raise TableError(f"{path}: cannot be made ({error.strerror or error}); {way_out}") from error
 
     def _lock(self) -> int:
         for attempt in range(40):
@@ -242,7 +245,8 @@ def write_table(
         prefix: of the tensor names, such as "model.layers.1.engram.".
         shard_bytes: bytes of rows per file, rounded down to whole blocks of 65,536 rows, at least one.
         progress: called with (rows done, rows in all) after each block.
-        replace: write over files that are there; they stay whole until the new ones are.
+        replace: write over files that are there; they stay whole until the new ones are. Shards of the old table that the new one
+            has no use for are removed, where the old index names them and they hold nothing else.
 
     Returns:
         The digest.
@@ -329,6 +333,7 @@ def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, 
         text = json.dumps({"metadata": {"total_size": source.rows * row_bytes, KEY: about}, "weight_map": places}, indent=1)
         if index.exists() and not replace:  # of a writer with other shards, who has just ended
             raise TableError(f"{index}: is there already, expected a new file; ask to replace it, or choose another name")
+        surplus = _shards_named_by(index) if index.exists() else set()
         # Without an index there is no table: an end between two renames cannot leave a mixture of old and new.
         index.unlink(missing_ok=True)
         while drafts:
@@ -341,4 +346,18 @@ def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, 
         for file in published:
             file.unlink(missing_ok=True)  # parts of no table
         raise
+    for file in surplus.difference(published):
+        with contextlib.suppress(OSError):  # one that stays takes room, and belongs to no table
+            file.unlink()
     return table_digest(source.rows, source.head_dim, blocks)
+
+
+def _shards_named_by(index: Path) -> set[Path]:
+    """The files of a sharded table that hold nothing but its rows; none where the index is not that of a sound one."""
+    try:
+        with TableFile(index) as table:
+            ours = re.compile(re.escape(table.prefix) + r"embed\.(weight|scale|padding)\.rows\.\d+")
+            files = [file for part in table.parts for file in (part.payload_file, part.scale_file)]
+            return {file.path for file in files if all(ours.fullmatch(name) for name in file.header.tensors)}
+    except TableError:
+        return set()
