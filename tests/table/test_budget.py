@@ -217,3 +217,11 @@ def test_tiers_that_are_none(tmp_path, content, words):
         (tmp_path / "t.json").write_bytes(raw)
         with pytest.raises(TableError, match="cannot read the tiers"):
             load_tiers(tmp_path / "t.json", 264)
+
+
+def test_harmonic_numbers_beside_one():
+    for distance in (1e-13, 1e-10, 1e-7):
+        for s in (1 - distance, 1 + distance):
+            # To first order the sum changes by the integral of log(k) / k.
+            change = (1 - s) * math.log(384_006_168) ** 2 / 2
+            assert harmonic(384_006_168, s) == pytest.approx(harmonic(384_006_168, 1.0) + change, rel=1e-6)

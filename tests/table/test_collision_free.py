@@ -7,6 +7,7 @@ from tiny_engram.hashing import NgramHasher
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.table import EngramTable
 from tiny_engram.table.collision_free import CollisionFreeTier
+from tiny_engram.table.fill_rule import FillRule
 
 VOCAB, PAD, ORDER, COLUMNS, DIM = 50, 2, 3, 4, 32
 
@@ -149,3 +150,21 @@ def test_on_the_device_in_a_graph():
         ids.copy_(wanted)
         graph.replay()
         assert torch.equal(out.cpu(), tier.lookup(wanted, hashed))
+
+
+def test_arguments_of_the_collision_free_tier():
+    keys = torch.tensor([[1, 2, 3]])
+    with pytest.raises(TableError, match="columns of 1 or more"):
+        CollisionFreeTier(keys, torch.zeros(1, 0, 32, dtype=torch.float8_e4m3fn), torch.zeros(1, 0, 1, dtype=torch.uint8), pad_id=0)
+    payload, scale = FillRule(32).rows(torch.zeros(1, 1, dtype=torch.int64))
+    tier = CollisionFreeTier(keys, payload, scale, pad_id=0)
+    one = torch.zeros(1, 2, dtype=torch.int64)
+    for more, words in (
+        ({"history": one.expand(5, 2)}, "history is torch.int64"),
+        ({"history": one.float()}, "history is torch.float32"),
+        ({"blocked": one.bool()}, "blocked is torch.bool"),
+        ({"history": one, "history_blocked": one}, "history_blocked is torch.int64"),
+    ):
+        with pytest.raises(TableError, match=words):
+            tier.find(keys, **more)
+    assert tier.find(keys, history=one, history_blocked=one.bool()).tolist()[0][-1] >= 0

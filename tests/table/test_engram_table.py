@@ -369,3 +369,10 @@ def test_a_file_goes_to_the_device(tmp_path):
     for home in ("mapped", "pinned", "device"):
         table = EngramTable.open(tmp_path / "table.safetensors", home)
         assert table.storage.home == home and torch.equal(table.lookup(ids).cpu(), dequantize(payload, scale))
+
+
+def test_no_row_is_ever_added_at_the_id_of_none():
+    table = EngramTable.virtual(32)
+    with pytest.raises(TableError, match="-1 stands for no row"):
+        table.add(torch.tensor([5, -1]), *stored(2))
+    assert len(table) == 0 and not table.lookup(torch.tensor([-1])).any()

@@ -4,6 +4,7 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.quantization import dequantize
 from tiny_engram.table.fill_rule import FillRule, ids_to_check
+from tiny_engram.table.mapped import map_rows, write_pool
 from tiny_engram.table.storage import RowStorage
 
 M64 = (1 << 64) - 1
@@ -110,3 +111,10 @@ def test_refuses_widths_that_no_row_has(head_dim):
 def test_refuses_storage_of_another_width():
     with pytest.raises(TableError, match="rows of 64 values"):
         FillRule(32).fill(storage(3, 64, "record"))
+
+
+def test_a_rule_does_not_fill_a_mapping(tmp_path):
+    """The process would be killed."""
+    write_pool(tmp_path / "t", FillRule(32).rows(torch.arange(10)))
+    with pytest.raises(TableError, match="home 'mapped' is read-only"):
+        FillRule(32).fill(map_rows(tmp_path / "t"))

@@ -315,3 +315,10 @@ def test_a_table_that_a_storage_holds_in_records(tmp_path):
     assert same(map_rows(tmp_path / "pool", prefix="a.b."), rows_by_rule(300, 64))
     (length,) = struct.unpack("<Q", (tmp_path / "pool").read_bytes()[:8])
     assert (length + 8) % 4096 == 0 and not draft_path(tmp_path / "pool").exists()
+
+
+def test_files_that_cannot_be_read_or_keep_nothing(tmp_path):
+    with pytest.raises(TableError, match="/proc/self/mem: cannot be read at byte 0"):
+        TableFile("/proc/self/mem")
+    with pytest.raises(TableError, match="/dev/zero: keeps nothing of what was written"):
+        write_pool("/dev/zero", rows_by_rule(3))

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.kernels.hot_gather import EMPTY, mix, probe
+from tiny_engram.kernels.hot_gather import EMPTY, bucket_of, mix, probe
 from tiny_engram.table.perfect_hash import PerfectHash, index_shape
 
 LARGEST = (1 << 63) - 1
@@ -92,3 +92,13 @@ def test_refuses_what_cannot_be_a_key():
         PerfectHash.build(torch.tensor([3, 4, 5]), capacity=2)
     with pytest.raises(TableError, match="int32"):
         PerfectHash.build(torch.tensor([3], dtype=torch.int32))
+
+
+def test_keys_that_were_chosen_to_collide():
+    drawn = torch.unique(torch.randint(0, 1 << 62, (5000,), generator=torch.Generator().manual_seed(0)))
+    keys = drawn[torch.from_numpy(bucket_of(mix(drawn.numpy()), 25) == 0)][:100]
+    assert keys.numel() == 100
+    with pytest.raises(TableError, match="not chosen to collide"):
+        PerfectHash.build(keys)
+    with pytest.raises(TableError, match=r"torch\.bfloat16"):
+        PerfectHash.build(torch.ones(1, dtype=torch.bfloat16))

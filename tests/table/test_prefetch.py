@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 
@@ -10,6 +11,7 @@ from tiny_engram.hashing import NgramHasher
 from tiny_engram.layer import EngramLayer
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.table import EngramTable
+from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.mapped import write_pool
 from tiny_engram.table.prefetch import Prefetcher, side_stream
 
@@ -290,3 +292,25 @@ def test_device_refuses_fatal_bounds_and_half_a_pair_under_capture():
     with pytest.raises(TableError, match="not captured into a graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         ahead.wait()
     assert torch.equal(ahead.wait().cpu(), dequantize(*stored())[ids_of(4)].flatten(-2))
+
+
+def test_a_fork_prefetches_with_a_thread_of_its_own():
+    table = EngramTable.dense(*FillRule(32).rows(torch.arange(10)))
+    ahead = Prefetcher(table, capacity=4, columns=2, device="cpu", dtype=torch.float32)
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    ahead.start(ids)
+    child = os.fork()
+    if not child:  # no assertion may leave this block: it would run the rest of the tests twice
+        import signal
+
+        signal.alarm(20)
+        code = 1
+        try:
+            ahead.wait()
+        except TableError as error:
+            ahead.start(ids)
+            code = 0 if "forked" in str(error) and ahead.wait().shape == (4, 64) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ahead.wait().shape == (4, 64)

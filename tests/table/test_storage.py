@@ -8,8 +8,10 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.quantization import quantize
-from tiny_engram.table import RowStorage
+from tiny_engram.table import EngramTable, RowStorage
 from tiny_engram.table.host_memory import HostBlock, _private
+from tiny_engram.table.hot import HotRows
+from tiny_engram.table.prefetch import Prefetcher
 
 HOMES = ["pageable", "pinned"]
 
@@ -227,3 +229,23 @@ def test_device_and_pinned_homes(layout):
     kept = pinned.payload
     pinned.close()
     assert not kept.is_pinned() and same((kept,), expected[:1])
+
+
+def test_a_copy_that_fails_leaves_no_file(tmp_path):
+    def fail(*_):
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        RowStorage.allocate(5, 32, home="pageable").copy_to("pageable", path=tmp_path / "copy", progress=fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_devices_that_are_none():
+    table = EngramTable.dense(*made(10, 32))
+    for action in (
+        lambda: Prefetcher(table, capacity=1, columns=1, device="nowhere", dtype=torch.float32),
+        lambda: HotRows(table, capacity_rows=1, device="nowhere"),
+        lambda: RowStorage.allocate(1, 32, home="device", device="nowhere"),
+    ):
+        with pytest.raises(TableError, match="on nowhere cannot be had"):
+            action()

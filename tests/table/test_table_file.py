@@ -5,6 +5,7 @@ import json
 import os
 import struct
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -330,3 +331,11 @@ def test_parts_that_do_not_fit(parts):
         parts.write_text(bad)
         with pytest.raises(TableError, match="index"):
             TableFile(parts)
+
+
+def test_a_closed_file_is_not_read_by_the_number_of_another(tmp_path):
+    write_table(tmp_path / "t", rows_by_rule(100))
+    with TableFile(tmp_path / "t") as file:
+        part = file.parts[0]
+    with open(tmp_path / "t", "rb"), pytest.raises(TableError, match="Bad file descriptor"):
+        part.payload_file.read_into(0, np.empty(4, np.uint8))

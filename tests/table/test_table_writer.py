@@ -1,6 +1,9 @@
 """Writing tables: whole or not at all, by one writer at a time, never over what is there."""
 
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -9,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tiny_engram.errors import TableError
+from tiny_engram.table import RowStorage
 from tiny_engram.table.fill_rule import FillRule
-from tiny_engram.table.mapped import map_rows
+from tiny_engram.table.mapped import map_rows, write_pool
 from tiny_engram.table.table_digest import BLOCK_ROWS
 from tiny_engram.table.table_file import INDEX_SUFFIX, TableFile
 from tiny_engram.table.table_writer import draft_path, write_table
@@ -148,3 +152,89 @@ def test_one_writer_at_a_time(tmp_path):
         go_on.set()
         writer.join()
     assert map_rows(path).rows == 100 and not draft_path(path).exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", ".", "/", "", "a\0b.json"])
+def test_names_that_no_file_has(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for action in (TableFile, map_rows, lambda path: write_table(path, rows_by_rule(3)), lambda path: write_pool(path, rows_by_rule(3))):
+        with pytest.raises(TableError) as caught:
+            action(name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TableError):
+        write_table(name, rows_by_rule(3), shard_bytes=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_folders_links_and_pipes_are_no_tables(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(TableError, match="is a folder"):
+        write_table(tmp_path / "folder", rows_by_rule(3), shard_bytes=1)
+    os.symlink(tmp_path / "nowhere", tmp_path / "link")
+    with pytest.raises(TableError, match="is there already"):
+        write_table(tmp_path / "link", rows_by_rule(3))
+    os.mkfifo(tmp_path / f"pipe{INDEX_SUFFIX}")
+    with pytest.raises(TableError, match="the index is no sound JSON"):
+        TableFile(tmp_path / f"pipe{INDEX_SUFFIX}")
+    with pytest.raises(TableError, match="cannot be made"):
+        RowStorage.allocate(3, 32, home="pageable", path="a\0b")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", f"pipe{INDEX_SUFFIX}"]
+
+
+@pytest.mark.parametrize("prefix", ["a\nb", "\ud800", "\x1b[31m"])
+def test_prefixes_that_could_not_be_read_again(tmp_path, prefix):
+    with pytest.raises(TableError, match="expected characters that print"):
+        write_table(tmp_path / "t", rows_by_rule(3), prefix=prefix)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "rows", [(torch.zeros(3), torch.zeros(3)), (torch.zeros(0, 32), torch.zeros(0, 1)), (rows_by_rule(5)[0], rows_by_rule(9)[1])]
+)
+def test_rows_that_are_none_are_not_written(tmp_path, rows):
+    with pytest.raises(TableError, match="expected"):
+        write_table(tmp_path / "t", rows)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_a_limit_is_not_full(tmp_path, monkeypatch):
+    about = os.statvfs(tmp_path)
+    unlimited = os.statvfs_result([*about[:2], 0, 0, 0, *about[5:10]])
+    monkeypatch.setattr(os, "fstatvfs", lambda handle: unlimited)
+    write_table(tmp_path / "t", rows_by_rule(10))
+    with TableFile(tmp_path / "t") as file:
+        assert file.verify() == 1
+
+
+def test_a_second_writer_of_shards_does_not_take_the_index(tmp_path):
+    class Slow:
+        rows, head_dim = 70_000, 32
+
+        def read(self, first_row, count):
+            if not first_row:
+                write_table(tmp_path / "t.safetensors", rows_by_rule(5), shard_bytes=1)
+            return rows_by_rule(count)
+
+    with pytest.raises(TableError, match="is there already"):
+        write_table(tmp_path / "t.safetensors", Slow(), shard_bytes=1)
+    assert sorted(os.listdir(tmp_path)) == ["t-00001-of-00001.safetensors", f"t{INDEX_SUFFIX}"]
+    with TableFile(tmp_path / f"t{INDEX_SUFFIX}") as file:
+        assert file.rows == 5 and file.verify() == 1
+
+
+def test_a_writer_that_is_killed_is_taken_over(tmp_path):
+    path = tmp_path / "t"
+    program = f"""
+        import os, signal, torch
+        from tiny_engram.table.table_writer import write_table
+        class Killed:
+            rows, head_dim = 10, 32
+            def read(self, first_row, count):
+                os.kill(os.getpid(), signal.SIGKILL)
+        write_table({str(path)!r}, Killed())
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60).returncode == -9
+    with pytest.raises(TableError, match="ended before it was complete"):
+        map_rows(path)
+    write_table(path, rows_by_rule(10))
+    assert os.listdir(tmp_path) == ["t"] and map_rows(path).rows == 10

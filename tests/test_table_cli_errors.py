@@ -5,12 +5,10 @@ import json
 import os
 import sys
 
-import numpy as np
 import pytest
 import torch
 
 from tiny_engram.cli import main
-from tiny_engram.table.budget import harmonic
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.table_writer import write_table
 
@@ -67,14 +65,6 @@ def test_plans_of_tiers_that_are_none(tmp_path, capsys, figures):
     costs = {"entries": {"x|264 B|": {"zero_copy": [[int(NUMBER), 1]], "cpu_gather": [[1, 1]]}}}
     path.write_text(json.dumps(costs))
     said("table", "plan", "--layers", "43", "--layer-time-us", "56", "--tiers", path)
-
-
-def test_harmonic_numbers_beside_one():
-    for distance in (1e-13, 1e-10, 1e-7):
-        for s in (1 - distance, 1 + distance):
-            # To first order the sum changes by the integral of log(k) / k.
-            change = (1 - s) * np.log(384_006_168) ** 2 / 2
-            assert harmonic(384_006_168, s) == pytest.approx(harmonic(384_006_168, 1.0) + change, rel=1e-6)
 
 
 def test_conversions_to_places_that_are_none(tmp_path, capsys, monkeypatch):
