@@ -7,7 +7,7 @@ Imports torch, tiny_engram.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -210,23 +210,6 @@ class Decoder:
         """One draw from each row's softmax, on the device: the largest of probability over exponential noise."""
         probability = torch.softmax(self.logits, dim=-1, dtype=torch.float32)
         return (probability / torch.empty_like(probability).exponential_()).argmax(dim=-1)
-
-
-def captured(action: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """`action` as one CUDA graph, after three runs of it; on a CPU as it is."""
-    if device.type != "cuda":
-        return lambda: (action(), None)[1]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            action()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        action()
-    return graph.replay
 
 
 def random_cache(shape: Shape, batch: int, device: torch.device) -> torch.Tensor:

@@ -47,19 +47,31 @@ def device_us(action: Callable[[], object], *, repeats: int = 30, warmup: int = 
     return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
 
 
-def graph_us(action: Callable[[], object], *, calls: int = 20, repeats: int = 15) -> float:
-    """Median microseconds of one `action` among `calls` of them in a captured graph: launch gaps are left out."""
+def captured(action: Callable[[], object], *, calls: int = 1) -> Callable[[], None]:
+    """So many of `action` as one CUDA graph, after three runs of it; without a CUDA device as they are."""
+
+    def act() -> None:
+        for _ in range(calls):
+            action()
+
+    if not torch.cuda.is_available():
+        return act
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             action()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
-            action()
-    return device_us(graph.replay, repeats=repeats, warmup=2) / calls
+        act()
+    return graph.replay
+
+
+def graph_us(action: Callable[[], object], *, calls: int = 20, repeats: int = 15) -> float:
+    """Median microseconds of one `action` among `calls` of them in a captured graph: launch gaps are left out."""
+    return device_us(captured(action, calls=calls), repeats=repeats, warmup=2) / calls
 
 
 def copy_rate(nbytes: int = 1 << 31) -> float:

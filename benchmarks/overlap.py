@@ -29,9 +29,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from decode_stack import HASH, HEAD_DIM, TINY, Decoder, Shape, Weights, captured, random_cache
+from decode_stack import HASH, HEAD_DIM, TINY, Decoder, Shape, Weights, random_cache
 from full_size import FilledLayer, device, same_bits, say, synchronize
-from gpu import graph_us, need, record, row
+from gpu import captured, graph_us, need, record, row
 
 from tiny_engram.hashing import NgramHasher
 from tiny_engram.table import EngramTable
@@ -75,7 +75,7 @@ def check_small(weights: Weights, home: str) -> None:
     seen: dict[str, list[torch.Tensor]] = {}
     for name, table in {"host": filled(rows, home, rule), "device": filled(rows, on_device(), rule), "none": None}.items():
         made = decoder(weights, random_cache(weights.shape, batch, device()), table)
-        step = captured(made.step, device())
+        step = captured(made.step)
         # Capturing took some steps: the cache and the state start again.
         made.cache.copy_(random_cache(weights.shape, batch, device()))
         made.reset()
@@ -191,7 +191,7 @@ def measure_batch(weights: Weights, batch: int, host: EngramTable, near: EngramT
         "none": decoder(weights, cache, None),
         "late": decoder(weights, cache, host, late=True),
     }
-    steps = {name: captured(made.step, device()) for name, made in variants.items()}
+    steps = {name: captured(made.step) for name, made in variants.items()}
     for made in variants.values():
         made.reset()
     quick = not torch.cuda.is_available()

@@ -8,6 +8,7 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.hot_gather import mix
+from tiny_engram.kernels.hot_gather.reference import STEP
 from tiny_engram.kernels.row_gather import row_gather
 
 from .perfect_hash import PerfectHash
@@ -15,7 +16,6 @@ from .storage import check_rows
 
 __all__ = ["CollisionFreeTier"]
 
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _POSITIVE = (1 << 63) - 1
 
 
@@ -151,5 +151,5 @@ class CollisionFreeTier:
         """int64 ``[...]``, 0 or more, of n-grams int64 ``[..., n]``."""
         running = torch.full_like(ngrams[..., 0], self._seed)
         for place in range(self.order):
-            running = mix((running ^ ngrams[..., place]) + _STEP)
+            running = mix((running ^ ngrams[..., place]) + STEP)
         return running & _POSITIVE

@@ -11,6 +11,7 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.block_quant import BLOCK, dequantize_blocks
+from tiny_engram.kernels.hot_gather.reference import FIRST, SECOND, STEP
 
 from .storage import RowStorage
 
@@ -24,16 +25,15 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-_STEP, _FIRST, _SECOND = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _PAYLOAD_MASK = _signed(0xBFBFBFBFBFBFBFBF)
 _SCALE_MASK, _SCALE_BASE = 0x0707070707070707, 0x7878787878787878
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:
     """The splitmix64 finaliser on int64, in place: a bijection, so no two words of a table come from one number."""
-    state.mul_(_STEP)
+    state.mul_(STEP)
     # torch shifts int64 arithmetically; the mask makes that a logical shift.
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         state.bitwise_xor_((state >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         state.mul_(factor)
     return state
@@ -66,7 +66,7 @@ class FillRule:
         scale_words = -(-scale_bytes // _WORD)
         words = torch.arange(payload_words + scale_words, device=row_ids.device)
         words[payload_words:] += _FIRST_SCALE_WORD - payload_words
-        mixed = _mix(row_ids.unsqueeze(-1) * _WORDS_PER_ROW + words + self.seed * _STEP % (1 << 62))
+        mixed = _mix(row_ids.unsqueeze(-1) * _WORDS_PER_ROW + words + self.seed * STEP % (1 << 62))
         mixed[..., :payload_words].bitwise_and_(_PAYLOAD_MASK)
         mixed[..., payload_words:].bitwise_and_(_SCALE_MASK).add_(_SCALE_BASE)
         return mixed.view(torch.uint8)[..., : self.row_bytes]
