@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ if DRY:
 from gpu import copy_rate, device_us, graph_us, need, record, row  # noqa: E402
 
 from tiny_engram.kernels.backend import implementation  # noqa: E402
-from tiny_engram.kernels.engram_gate import engram_gate, fused, launch  # noqa: E402
+from tiny_engram.kernels.engram_gate import engram_gate, fused, fused_backward, launch  # noqa: E402
 from tiny_engram.kernels.engram_gate.reference import engram_gate_reference  # noqa: E402
 from tiny_engram.kernels.short_conv import fused as conv_fused  # noqa: E402
 from tiny_engram.kernels.short_conv import short_conv  # noqa: E402
@@ -140,7 +141,7 @@ def actions(args: list[torch.Tensor], chosen: dict[str, launch.Launch] | None = 
             return gate(x, key, value, q_weight, k_weight)
 
     def backward() -> tuple[torch.Tensor, ...]:
-        found = fused.backward(above, x, key, value, q_weight, k_weight, stats, "v41", None, True, [True] * 4, at.get("backward"))
+        found = fused_backward.backward(above, x, key, value, q_weight, k_weight, stats, "v41", None, True, [True] * 4, at.get("backward"))
         return *found[:3], (found[3] * k_weight).to(q_weight.dtype), (found[3] * q_weight).to(k_weight.dtype)
 
     return {"forward": forward, "backward": backward}
@@ -241,16 +242,33 @@ def rows_of(figures: list[dict[str, Any]], torch_us: dict[str, dict[str, float]]
 # -- tuning ------------------------------------------------------------------------------------------------------------------
 
 
+def candidates(direction: str, size: int) -> tuple[launch.Launch, ...]:
+    """What --tune tries; the first is the rule's own."""
+    rule = launch.launch_for(direction, size)
+    wider = replace(rule, warps=min(16, 2 * rule.warps), resident=max(1, rule.resident // 2))
+    narrower = replace(rule, warps=max(1, rule.warps // 2), resident=2 * rule.resident)
+    rows = (2, 8, 16) if direction == "forward" else (32, 64, 256)
+    return (
+        rule,
+        narrower,
+        wider,
+        *(replace(rule, stages=n) for n in (1, 2, 3) if n != rule.stages),
+        replace(narrower, stages=2),
+        replace(wider, stages=1),
+        replace(rule, resident=2 * rule.resident),
+        *(replace(rule, rows=n) for n in rows),
+    )
+
+
 def tune(sizes: dict[tuple[int, int], list[int]], rate: float) -> None:
-    """Every launch of the table at every size; the first of a list is what the rule takes."""
+    """Every candidate at every size."""
     for (copies, size), lengths in sizes.items():
         for tokens in lengths:
             args = inputs(tokens, copies, size)
             for direction in TARGETS:
                 rule = actions(args)[direction]()
                 timed = []
-                candidates = launch._CONFIGS[direction].get(size) or launch._candidates(direction, size)
-                for k, chosen in enumerate(candidates):
+                for k, chosen in enumerate(candidates(direction, size)):
                     both = {name: launch.launch_for(name, size) for name in TARGETS} | {direction: chosen}
                     action = actions(args, both)[direction]
                     try:

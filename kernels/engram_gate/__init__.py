@@ -116,7 +116,7 @@ def _gate_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, key, value and of ``q_weight * k_weight``; `need` says which, the others are empty."""
     if not _reads_reference(x):
-        from .fused import backward
+        from .fused_backward import backward
 
         return backward(grad, x, key, value, q_weight, k_weight, stats, form, mask, residual, need)
     return engram_gate_backward_reference(grad, x, key, value, q_weight, k_weight, stats, form, mask, residual, need)

@@ -15,7 +15,7 @@ The rule for a launch, from bytes and registers:
   bytes from DRAM; backward, partial rows cost 8 D / rows beside 11 D.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -59,29 +59,6 @@ def launch_for(direction: str, size: int) -> Launch:
     return Launch(warps=warps, resident=resident, rows=rows, stages=stages)
 
 
-def _candidates(direction: str, size: int) -> tuple[Launch, ...]:
-    rule = launch_for(direction, size)
-    wider = replace(rule, warps=min(16, 2 * rule.warps), resident=max(1, rule.resident // 2))
-    narrower = replace(rule, warps=max(1, rule.warps // 2), resident=2 * rule.resident)
-    rows = (2, 8, 16) if direction == "forward" else (32, 64, 256)
-    return (
-        rule,
-        narrower,
-        wider,
-        *(replace(rule, stages=n) for n in (1, 2, 3) if n != rule.stages),
-        replace(narrower, stages=2),
-        replace(wider, stages=1),
-        replace(rule, resident=2 * rule.resident),
-        *(replace(rule, rows=n) for n in rows),
-    )
-
-
-# What benchmarks/gate.py --tune tries, by direction and D; the first of each is the rule's own.
-_CONFIGS = {
-    direction: {size: _candidates(direction, size) for size in (5120, 768, 1024, 2048, 4096)} for direction in ("forward", "backward")
-}
-
-
 @lru_cache(maxsize=16)
 def _on_cuda(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -94,7 +71,7 @@ def multiprocessors(device: torch.device) -> int:
     return _on_cuda(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def slots_for(launch: Launch, tokens: int, copies: int, device: torch.device) -> int:
+def programs_for(launch: Launch, tokens: int, copies: int, device: torch.device) -> int:
     """Programs for each copy: between 1 and `tokens`."""
     filled = launch.resident * multiprocessors(device) // copies
     return max(1, min(tokens, filled), -(-tokens // launch.rows))

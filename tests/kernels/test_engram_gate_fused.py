@@ -8,7 +8,7 @@ import torch
 
 from tiny_engram.kernels.backend import implementation
 from tiny_engram.kernels.engram_gate import engram_gate
-from tiny_engram.kernels.engram_gate.launch import launch_for, row_blocks, slots_for
+from tiny_engram.kernels.engram_gate.launch import launch_for, programs_for, row_blocks
 
 NAMES = ("x", "key", "value", "q_weight", "k_weight")
 FORMS = ["v41", "paper"]
@@ -363,7 +363,7 @@ def test_a_row_is_cut_into_few_blocks_with_little_waste(size):
         launch = launch_for(direction, size)
         assert 1 <= launch.warps <= 16
         for tokens in (1, 7, 100_000):
-            assert 1 <= slots_for(launch, tokens, 4, torch.device("cpu")) <= tokens
+            assert 1 <= programs_for(launch, tokens, 4, torch.device("cpu")) <= tokens
 
 
 def test_a_mask_of_another_shape_is_refused():
