@@ -83,8 +83,7 @@ def hot_gather(
     """
     _check(hot_payload, hot_scale, payload, scale)
     _check_index(hot_payload, hot_keys, displacement, row_ids)
-    if bounds not in _bounds.MODES:
-        raise ValueError(f"bounds {bounds!r}: expected one of {', '.join(_bounds.MODES)}")
+    _bounds.checked_mode(bounds)
     for name, counter in (("violations", violations), ("hits", hits)):
         if counter is not None and (counter.dtype != torch.int64 or tuple(counter.shape) != (2,) or counter.device != row_ids.device):
             raise ValueError(f"{name} is {counter.dtype} {list(counter.shape)} on {counter.device}: expected int64 [2] on {row_ids.device}")
@@ -100,7 +99,8 @@ def hot_gather(
         if row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("bounds='fatal' waits for the device, which a captured stream cannot: use bounds='warn' with violations")
         counter = torch.zeros(2, dtype=torch.int64, device=row_ids.device)
-    direct = not torch.compiler.is_compiling() and implementation_for(row_ids) == "reference"
+    # In eager mode the op's own bookkeeping would cost as long as a gather of a thousand rows.
+    direct = type(row_ids) is torch.Tensor and not row_ids.is_meta and not torch.compiler.is_compiling()
     (_fill if direct else _op)(hot_payload, hot_scale, hot_keys, displacement, payload, scale, row_ids, out, hits, counter)
     if bounds == "fatal" and counter is not None and counter[0].item():
         _bounds.refuse(row_ids, payload.shape[0])

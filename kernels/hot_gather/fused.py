@@ -10,7 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..row_gather.fused import DEVICE_TILE, DEVICE_WARPS, HOST_TILE, HOST_WARPS, MAX_CHUNK, WORD_TYPES, dequantised, word_bytes
+from ..row_gather.fused import (
+    DEVICE_TILE,
+    DEVICE_WARPS,
+    HOST_TILE,
+    HOST_WARPS,
+    MAX_CHUNK,
+    WORD_TYPES,
+    count_outside,
+    dequantised,
+    word_bytes,
+)
 from .reference import FIRST, SECOND, STEP
 
 # Over host memory a bounded number of programs walks the rows, as in row_gather; more of them, since most rows are hits.
@@ -107,14 +117,7 @@ def _hot_gather_kernel(
         found += hit.to(tl.int64)
         seen += (ids != -1).to(tl.int64)
         if violations is not None:
-            bad = asked & ((ids < -1) | (ids >= rows))
-            number = tl.sum(bad.to(tl.int32), axis=0)
-            if (number > 0) & (chunk == 0):
-                before = tl.atomic_add(violations, number.to(tl.int64))
-                if before == 0:
-                    lane = tl.arange(0, ROWS)
-                    earliest = tl.min(tl.where(bad, lane, ROWS), axis=0)
-                    tl.store(violations + 1, tl.sum(tl.where(lane == earliest, ids, 0), axis=0))
+            count_outside(violations, ids, asked, rows, chunk, ROWS)
     if hits is not None:
         number_found, number_seen = tl.sum(found, axis=0), tl.sum(seen, axis=0)
         if chunk == 0:

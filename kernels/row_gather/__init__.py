@@ -49,8 +49,7 @@ def row_gather(
     """
     _check(payload, scale, row_ids)
     rows_total = _check_range(payload.shape[0], first_row, rows_total)
-    if bounds not in _bounds.MODES:
-        raise ValueError(f"bounds {bounds!r}: expected one of {', '.join(_bounds.MODES)}")
+    _bounds.checked_mode(bounds)
     shape = (*row_ids.shape, payload.shape[1])
     if out is not None:
         if tuple(out.shape) != shape or not out.is_contiguous() or out.device != row_ids.device:

@@ -68,6 +68,19 @@ def dequantised_by_unit(bytes_, byte, ROWS: tl.constexpr, VALUES: tl.constexpr):
     return tl.reshape(values * scale_of(byte)[:, :, None], [ROWS, VALUES])
 
 
+@triton.jit
+def count_outside(violations, ids, asked, rows_total, chunk, ROWS: tl.constexpr):
+    """Add to ``violations`` how many of the ids ``[ROWS]`` are outside the table, and which is the first; once for a row, by chunk 0."""
+    bad = asked & ((ids < -1) | (ids >= rows_total))
+    number = tl.sum(bad.to(tl.int32), axis=0)
+    if (number > 0) & (chunk == 0):
+        before = tl.atomic_add(violations, number.to(tl.int64))
+        if before == 0:
+            lane = tl.arange(0, ROWS)
+            earliest = tl.min(tl.where(bad, lane, ROWS), axis=0)
+            tl.store(violations + 1, tl.sum(tl.where(lane == earliest, ids, 0), axis=0))
+
+
 @triton.jit(do_not_specialize=["count", "first_row", "rows", "rows_total"])
 def _row_gather_kernel(
     payload,
@@ -120,14 +133,7 @@ def _row_gather_kernel(
         tl.store(out + position[:, None] * WIDTH + value[None, :], result.to(out.dtype.element_ty), mask=stored)
 
         if violations is not None:
-            bad = asked & ((ids < -1) | (ids >= rows_total))
-            number = tl.sum(bad.to(tl.int32), axis=0)
-            if (number > 0) & (chunk == 0):
-                before = tl.atomic_add(violations, number.to(tl.int64))
-                if before == 0:
-                    lane = tl.arange(0, ROWS)
-                    earliest = tl.min(tl.where(bad, lane, ROWS), axis=0)
-                    tl.store(violations + 1, tl.sum(tl.where(lane == earliest, ids, 0), axis=0))
+            count_outside(violations, ids, asked, rows_total, chunk, ROWS)
 
 
 def word_bytes(payload: torch.Tensor) -> int:

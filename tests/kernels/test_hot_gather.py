@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tiny_engram.kernels.backend import implementation
 from tiny_engram.kernels.hot_gather import hot_gather, mix, probe
@@ -187,6 +188,15 @@ def test_custom_op_is_well_formed_and_compiles():
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     hits.zero_()
     assert same(compiled(ids, hits), row_gather(payload, scale, ids) * 2) and hits.tolist() == [3, 4]
+
+
+def test_tensors_without_data_go_through_the_op():
+    with FakeTensorMode(), implementation("triton"):  # which could not read them
+        payload, scale = torch.empty(5, 64, dtype=torch.float8_e4m3fn), torch.empty(5, 2, dtype=torch.uint8)
+        index = torch.empty(5, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
+        ids = torch.empty(3, 2, dtype=torch.int64)
+        out = hot_gather(payload, scale, *index, payload, scale, ids, bounds="ignore", dtype=torch.bfloat16)
+    assert out.shape == (3, 2, 64) and out.dtype == torch.bfloat16 and type(out) is not torch.Tensor
 
 
 def test_refuses_what_does_not_fit():
