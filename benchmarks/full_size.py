@@ -177,7 +177,7 @@ def run(layer_ids: tuple[int, ...], rows: int | None) -> list[FilledLayer]:
         lines.append(row(f"layer {layer_id}: allocate + fill", f"{layer.seconds['allocate']:.1f} s + {layer.seconds['fill']:.1f} s"))
         for one in times:
             figure = f"{one['lookup_us']:.0f} us, {one['lookup_gb_s']:.1f} GB/s"
-            figure += f" (zero-copy {one['zero_copy_us']:.0f} us, processor {one['processor_us']:.0f} us)"
+            figure += f" (zero-copy {one['zero_copy_us']:.0f} us, processor {one['cpu_gather_us']:.0f} us)"
             lines.append(row(f"layer {layer_id}: lookup of {one['rows']:,} rows", figure))
     if len(layers) > 1:
         total = sum(layer.rows for layer in layers)
