@@ -120,7 +120,7 @@ class FilledLayer:
         paths: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "zero-copy": self.zero_copy,
             "the planner": self.planned,
-            "the processor": self.cpu_gather,
+            "the CPU": self.cpu_gather,
         }
         for name, path in paths.items():
             for part in ids.split(COUNTS[-1]):
@@ -145,7 +145,7 @@ def wall_us(action: Callable[[], object], repeats: int = 30) -> float:
 
 
 def time_lookups(layer: FilledLayer, count: int) -> dict[str, Any]:
-    """One count of rows by zero-copy, by the processor and as EngramTable.lookup chooses."""
+    """One count of rows by zero-copy, by the CPU and as EngramTable.lookup chooses."""
     on_device = torch.cuda.is_available()
     tokens = -(-count // HASH.columns)
     turn = itertools.cycle([layer.ids(tokens, seed).reshape(-1)[:count].contiguous() for seed in range(ID_SETS)])
@@ -153,7 +153,7 @@ def time_lookups(layer: FilledLayer, count: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"rows": count}
     if on_device:
         figures["zero_copy_device_us"] = device_us(lambda: layer.zero_copy(next(turn)))
-    for name, path in {"zero_copy": layer.zero_copy, "processor": layer.cpu_gather, "lookup": layer.planned}.items():
+    for name, path in {"zero_copy": layer.zero_copy, "cpu_gather": layer.cpu_gather, "lookup": layer.planned}.items():
         figures[f"{name}_us"] = wall_us(lambda path=path: path(next(turn)), repeats)
     figures["lookup_gb_s"] = count * layer.storage.row_bytes / figures["lookup_us"] / 1e3
     say("  " + ", ".join(f"{name} {value:,.1f}" for name, value in figures.items()))
@@ -177,7 +177,7 @@ def run(layer_ids: tuple[int, ...], rows: int | None) -> list[FilledLayer]:
         lines.append(row(f"layer {layer_id}: allocate + fill", f"{layer.seconds['allocate']:.1f} s + {layer.seconds['fill']:.1f} s"))
         for one in times:
             figure = f"{one['lookup_us']:.0f} us, {one['lookup_gb_s']:.1f} GB/s"
-            figure += f" (zero-copy {one['zero_copy_us']:.0f} us, processor {one['cpu_gather_us']:.0f} us)"
+            figure += f" (zero-copy {one['zero_copy_us']:.0f} us, CPU gather {one['cpu_gather_us']:.0f} us)"
             lines.append(row(f"layer {layer_id}: lookup of {one['rows']:,} rows", figure))
     if len(layers) > 1:
         total = sum(layer.rows for layer in layers)
