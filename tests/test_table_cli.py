@@ -1,7 +1,6 @@
 """`tiny-engram table`: a round trip over every verb, JSON, and one clear line with exit code 2 for every bad input."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -21,14 +20,7 @@ ROWS = 2 * BLOCK_ROWS + 500
 PREFIX = "model.layers.1.engram."
 
 
-@pytest.fixture(autouse=True)
-def level():
-    """`main` sets log levels for the life of its process, which here is everybody's."""
-    loggers = [logging.getLogger(name) for name in ("tiny_engram", "tiny_engram.engram_adapter")]
-    before = [logger.level for logger in loggers]
-    yield
-    for logger, value in zip(loggers, before, strict=True):
-        logger.setLevel(value)
+pytestmark = pytest.mark.usefixtures("log_levels")
 
 
 @pytest.fixture

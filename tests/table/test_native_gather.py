@@ -151,6 +151,7 @@ from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.host_gather import HostGather
 from tiny_engram.table.storage import RowStorage
 
+torch.set_num_threads(1)  # OpenMP's threads, which the comparison would use, do not survive a fork
 storage, rule = RowStorage.allocate(3000, 64, home="pageable"), FillRule(64)
 rule.fill(storage)
 gather = HostGather(storage, torch.device("cpu"), chunk_rows=100)
