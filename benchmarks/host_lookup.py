@@ -70,16 +70,20 @@ class Bench:
         print(f"{storage.nbytes / 2**30:.1f} GiB, {layout}: allocated and filled in {time.perf_counter() - started:.1f} s", flush=True)
         return storage, rule
 
-    def times(self, actions: dict[str, Action], draws: Callable[[], torch.Tensor], repeats: int) -> dict[str, float]:
+    def times(
+        self, actions: dict[str, Action], draws: Callable[[], torch.Tensor], repeats: int, *, rotate: bool = True
+    ) -> dict[str, float]:
         """Median microseconds of each, in turn with the others, each time with ids that no one has read.
 
-        The order rotates: after the CPU's gather, whose threads are still awake, every action takes longer.
+        The order rotates, unless one needs what another left: after the CPU's gather, whose threads are still awake, every
+        action takes longer.
         """
         out = torch.empty((draws().numel(), HEAD_DIM), dtype=DTYPE, device=self.device)
         seconds: dict[str, list[float]] = {name: [] for name in actions}
         order = list(actions.items())
         for turn in range(repeats + 1):
-            order.append(order.pop(0))
+            if rotate:
+                order.append(order.pop(0))
             for name, action in order:
                 ids = draws()
                 self.wait()
@@ -196,7 +200,7 @@ def parts(bench: Bench, planner: LookupPlanner, count: int) -> dict[str, float]:
         "dequantise": dequantise,
         "distinct ids": lambda ids, out: unique_ids(ids),
     }
-    return bench.times(actions, bench.ids(storage.rows, count), 15)
+    return bench.times(actions, bench.ids(storage.rows, count), 15, rotate=False)
 
 
 def gather_all(pool: GatherThreads, storage: RowStorage, ids: torch.Tensor, out: torch.Tensor) -> None:

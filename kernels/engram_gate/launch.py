@@ -10,7 +10,8 @@ The rule for a launch, from bytes and registers:
 - resident: as many programs as an SM's 65,536 registers hold, at 28 + 2 (forward) or 24 + 5 (backward) for each of those values,
   which is what ptxas takes for sm_90; fewer tokens than that in all get one program each;
 - stages: forward the next token's rows are loaded while this one's are summed, which took D = 5120 on an H200 from 81 % of the
-  copy rate with eight warps to 97 %; backward has no shared memory to spare for it;
+  copy rate with eight warps to 97 %. They wait in shared memory, three rows of up to 4 bytes a value: only where every device
+  has that much. Backward has none to spare for it;
 - rows: tokens for a program once there are more. Forward, reading the weights costs 4 D / rows bytes a row from L2 beside 6.5 D
   bytes from DRAM; backward, partial rows cost 8 D / rows beside 11 D.
 """
@@ -20,6 +21,7 @@ from functools import lru_cache
 
 import torch
 
+_SHARED_BYTES = 99 << 10  # shared memory of a program on the smallest devices in use; an H200 has 227 KiB
 # What the interpreter takes for a number of SMs: few, so that programs walk over several tokens in tests too.
 INTERPRETED_SMS = 2
 
@@ -48,10 +50,16 @@ def row_blocks(size: int) -> tuple[int, int]:
     return block, -(-size // block)
 
 
+def stages_within(wanted: int, row_bytes: int) -> int:
+    """As many stages as are wanted, or as shared memory has room for; each but the first holds `row_bytes`."""
+    return min(wanted, 1 + _SHARED_BYTES // row_bytes)
+
+
 def launch_for(direction: str, size: int) -> Launch:
     """The rule above; direction is "forward" or "backward"."""
     block, chunks = row_blocks(size)
-    held, rows, stages = (40, 4, 2) if direction == "forward" else (12, 128, 1)
+    held, rows = (40, 4) if direction == "forward" else (12, 128)
+    stages = stages_within(2, 3 * 4 * block * chunks) if direction == "forward" else 1
     warps = max(1, min(power_of_two(-(-size // (32 * held))), block // (32 * 4), 16))
     values = -(-block * chunks // (32 * warps))
     registers = 28 + 2 * values if direction == "forward" else 24 + 5 * values

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..engram_gate.launch import multiprocessors, power_of_two, row_blocks
+from ..engram_gate.launch import multiprocessors, power_of_two, row_blocks, stages_within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +259,9 @@ def walk_for(direction: str, size: int, taps: int) -> Walk:
     values = -(-block * chunks // (32 * warps))
     registers = max(64, (2 * taps + 4) * values) if direction == "forward" else 80 + 4 * taps * values
     resident = max(1, min(_REGISTERS // (32 * warps * registers), 64 // warps, 32))
-    return Walk(warps=warps, resident=resident, stages=4 if direction == "forward" else 3)
+    # A stage holds a row of v; backward one of grad too, in two places.
+    wanted, rows = (4, 1) if direction == "forward" else (3, 3)
+    return Walk(warps=warps, resident=resident, stages=stages_within(wanted, rows * 4 * block * chunks))
 
 
 def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ __all__ = ["Curve", "HostPath", "LookupCosts", "default_costs", "measure", "reso
 HostPath = Literal["zero_copy", "cpu_gather"]
 VARIABLE = "TINY_ENGRAM_LOOKUP_COSTS"
 MEASURED_ROWS = (256, 1024, 2048, 4096, 8192, 16_384, 65_536)
+_CLOSE = 0.9  # as far as measured costs can be off
 _MOST_ROWS = 1 << 24  # beyond it no crossing point is looked for
 _SMALL_TABLE = 64 << 20  # bytes; below it a measurement costs more than it can save
 _FORMAT = 1
@@ -95,8 +96,8 @@ class LookupCosts:
         return low
 
     def choose(self, rows: int, distinct: float = 1.0) -> HostPath:
-        """The cheaper path for ``rows`` ids, of which that share is distinct."""
-        return "cpu_gather" if self.cpu_gather_us(rows, distinct) < self.zero_copy.us(rows) else "zero_copy"
+        """The cheaper path for ``rows`` ids, of which that share is distinct; in place, which needs no wait, where they are close."""
+        return "cpu_gather" if self.cpu_gather_us(rows, distinct) < _CLOSE * self.zero_copy.us(rows) else "zero_copy"
 
     def crossing(self, distinct: float = 1.0) -> int:
         """The smallest row count from which the CPU's path is cheaper; 2**24 where it never is."""
