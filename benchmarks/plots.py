@@ -50,12 +50,12 @@ def draw_kernels() -> None:
 
 def draw_host_lookup() -> None:
     """Time of a lookup in host memory against its rows, by path."""
-    lines = figures_of("table", "host_lookup")["record_16_gib"]
+    lines = figures_of("table", "host_lookup_sweep")["record_16_gib"]
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     names = {"zero_copy": "read in place by the GPU", "cpu_gather": "gathered by the CPU, then copied", "planner": "the planner's choice"}
     rows = [line["rows"] for line in lines]
     for path, label in names.items():
-        style = "k--" if path == "planner" else "o-"
+        style = "--" if path == "planner" else "o-"
         axes.plot(rows, [line["us"][path] for line in lines], style, color=COLOURS[path], label=label)
     axes.set(xscale="log", yscale="log", xlabel="rows of 264 B from a 16 GiB table", ylabel="microseconds until the device has them")
     axes.set_title("Lookups in host memory, ids on the GPU, fresh ids each time")
