@@ -66,7 +66,8 @@ def add_table_verbs(parser: argparse.ArgumentParser) -> None:
     convert = add("convert", "write a table anew: single, sharded, or a pool in /dev/shm or on a DAX device")
     convert.add_argument("source", type=Path, metavar="SRC")
     convert.add_argument("target", type=Path, metavar="DST", help="of shards: NAME.safetensors, which becomes NAME.safetensors.index.json")
-    convert.add_argument("--shard-bytes", type=_bytes, metavar="N", help="bytes of rows per file, such as 5G")
+    shard_bytes = "bytes of rows per file, such as 5G; rounded down to blocks of 65,536 rows, at least one"
+    convert.add_argument("--shard-bytes", type=_bytes, metavar="N", help=shard_bytes)
     convert.add_argument("--prefix", help="of SRC's tensor names, where it holds several tables")
     convert.add_argument("--new-prefix", metavar="P", help="of DST's tensor names (default: as in SRC)")
     convert.add_argument("--force", action="store_true", help="replace what is there")

@@ -152,7 +152,7 @@ def test_a_hot_tier():
         ({"layer_us": -1.0}, "layer_us is -1.0"),
         ({"layer_us": math.nan}, "layer_us is nan"),
         ({"batch": 0}, "batch is 0"),
-        ({"unique_share": 1.5}, "unique_share 1.5"),
+        ({"unique_share": 1.5}, "unique_share is 1.5, expected at most 1"),
         ({"start_us": -3.0}, "start_us is -3.0"),
         ({"engram_layers": ()}, "Engram layers are"),
         ({"engram_layers": (14, 1)}, "ascending"),

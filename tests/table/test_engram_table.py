@@ -1,6 +1,7 @@
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,8 +36,12 @@ def test_dense_row_id_is_slot():
     assert torch.equal(table.lookup(ids), dequantize(payload, scale)[ids])
     assert table.contains(torch.tensor([-1, 0, 6, 7])).tolist() == [False, True, True, False]
     assert torch.equal(table.lookup(torch.tensor([7, -1]), bounds="ignore"), torch.zeros(2, 64))
-    with pytest.raises(TableError, match="row 7 is not in the table"):
+    with pytest.raises(TableError, match=r"row 7 is not in the table \(2 of 3 missing\): expected 0 to 6, or -1 for no row; mend the ids"):
         table.lookup(torch.tensor([0, 7, 9]))
+    for ids, said in (([1, 2], "list"), (3, "int"), (np.arange(3), "ndarray")):
+        for call in (table.lookup, table.contains):
+            with pytest.raises(TableError, match=f"row ids are of type {said}: expected a tensor of torch.int64"):
+                call(ids)
 
 
 def test_dense_refuses_to_grow():

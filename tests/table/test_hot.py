@@ -142,7 +142,7 @@ def test_bounds_and_out_are_the_tables():
     hot.observe(torch.arange(10))
     hot.refresh()
     ids = torch.tensor([[3, -1], [50, 100]])
-    with pytest.raises(TableError, match="row 100 is not in the table"):
+    with pytest.raises(TableError, match=r"row 100 is not in the table \(1 of 4 missing\): expected 0 to 99, or -1"):
         hot.lookup(ids)
     out = torch.full((2, 2, DIM), 7.0, dtype=torch.float16)
     assert hot.lookup(ids, bounds="warn", out=out) is out and hot.report().out_of_bounds == 1
@@ -153,6 +153,8 @@ def test_bounds_and_out_are_the_tables():
         hot.lookup(ids.int())
     with pytest.raises(TableError, match="int32"):
         hot.observe(ids.int())
+    with pytest.raises(TableError, match="row ids are of type list: expected a tensor of torch.int64"):
+        hot.observe([3])  # pyright: ignore[reportArgumentType]
 
 
 def test_over_a_table_that_the_device_cannot_read(monkeypatch):

@@ -148,9 +148,18 @@ def test_bounds(rows, local):
     assert not ignored[1:4].any()
     with pytest.raises(TableError, match="expected torch.int64"):
         rows.lookup(ids.int())
+    with pytest.raises(TableError, match="row ids are of type list: expected a tensor of torch.int64"):
+        rows.lookup([3])
 
 
 # -- publishing
+
+
+def test_a_table_is_published_by_its_storage(pool, local):
+    with pytest.raises(TableError, match=r"EngramTable gives no rows by range: expected a storage \(\.storage of an EngramTable\)"):
+        publish(pool.config(), "by-mistake", local)
+    with pytest.raises(TableError, match="no table of this name is published"):
+        MooncakeRows(pool.config(), "by-mistake")
 
 
 class Counted:

@@ -141,6 +141,7 @@ def test_calls_in_the_wrong_order_and_ids_that_do_not_fit():
         (ids_of(5), "5 tokens, capacity 4"),
         (ids_of(2, 3), "6 tokens, capacity 4"),
         (ids_of(2).int(), "int32"),
+        ([[1] * COLUMNS], "row ids are of type list"),
         (ids_of(2)[:, :-1], r"expected torch.int64 \[tokens, 6\]"),
         (ids_of(1, 1, 1), r"\[B, T, 6\]"),
     ):

@@ -318,6 +318,8 @@ def test_parts_that_do_not_fit(parts):
     with pytest.raises(TableError, match="names the file '../x.safetensors', expected a file of the same folder"):
         TableFile(parts)
     parts.write_text(text)
+    with pytest.raises(TableError, match=r"p\.safetensors: cannot open the table .*; open .*p\.safetensors\.index\.json"):
+        TableFile(parts.with_suffix("").with_suffix(""))
     second.rename(second.with_suffix(".gone"))
     with pytest.raises(TableError, match="p-00002-of-00003.*No such file"):
         TableFile(parts)

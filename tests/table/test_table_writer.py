@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tiny_engram.errors import TableError
-from tiny_engram.table import RowStorage
+from tiny_engram.table import EngramTable, RowStorage
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.mapped import map_rows, write_pool
 from tiny_engram.table.table_digest import BLOCK_ROWS
@@ -88,7 +88,7 @@ def test_refuses_to_overwrite(tmp_path):
     path = tmp_path / "t.safetensors"
     write_table(path, rows_by_rule(700))
     before = path.read_bytes()
-    with pytest.raises(TableError, match="is there already"):
+    with pytest.raises(TableError, match=r"is there already, .* pass replace=True \(--force\)"):
         write_table(path, rows_by_rule(5))
     assert path.read_bytes() == before
     write_table(path, rows_by_rule(5), replace=True)
@@ -103,6 +103,9 @@ def test_refuses_to_overwrite(tmp_path):
     for path, words in ((tmp_path, "is a folder"), (tmp_path / "no" / "where", "cannot be made")):
         with pytest.raises(TableError, match=words):
             write_table(path, rows_by_rule(5), replace=True)
+    table = EngramTable.dense(*rows_by_rule(5))
+    with pytest.raises(TableError, match=r"EngramTable gives no rows by range: expected a storage \(\.storage of an EngramTable\)"):
+        write_table(tmp_path / "q", table)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TableError, match="shards of 0 bytes"):
         write_table(tmp_path / "q", rows_by_rule(5), shard_bytes=0)
     with pytest.raises(TableError, match="multiple of 32"):

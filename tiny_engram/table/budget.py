@@ -50,8 +50,10 @@ class Stack:
         for name in ("layer_us", "tokens_per_sequence", "unique_share"):
             if not LEAST <= getattr(self, name) <= MOST:
                 raise TableError(f"{name} is {getattr(self, name)}, expected a number above 0, {LEAST} to {MOST:.0e}")
-        if not 0 <= self.start_us <= MOST or self.unique_share > 1:
-            raise TableError(f"start_us is {self.start_us}, unique_share {self.unique_share}: expected from 0, and at most 1")
+        if self.unique_share > 1:
+            raise TableError(f"unique_share is {self.unique_share}, expected at most 1")
+        if not 0 <= self.start_us <= MOST:
+            raise TableError(f"start_us is {self.start_us}, expected 0 to {MOST:.0e}")
         if not self.engram_layers or sorted(set(self.engram_layers)) != list(self.engram_layers):
             raise TableError(f"Engram layers are {str(list(self.engram_layers))[:60]}, expected some, ascending")
         if not 0 <= self.engram_layers[0] <= self.engram_layers[-1] < self.layers:

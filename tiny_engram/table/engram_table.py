@@ -16,7 +16,7 @@ from tiny_engram.kernels.row_gather.bounds import checked_mode, count, outside
 
 from .counters import OutsideCounters
 from .report import TableReport
-from .storage import Home, Layout, RowStorage
+from .storage import Home, Layout, RowStorage, check_ids
 from .virtual_index import VirtualRows, missing_rows
 
 if TYPE_CHECKING:
@@ -178,8 +178,7 @@ class EngramTable:
         """bool ``[...]``: which of the ids (int64 ``[...]``) have a row."""
         if isinstance(self._rows, VirtualRows):
             return self._rows.find(row_ids)[1]
-        if row_ids.dtype != torch.int64:
-            raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
+        check_ids(row_ids)
         return (row_ids >= 0) & (row_ids < len(self))
 
     def lookup(
@@ -206,8 +205,7 @@ class EngramTable:
             TableError: "fatal" and an id has no row (the first such id is named), types or devices do not belong together, or the
                 storage is closed.
         """
-        if row_ids.dtype != torch.int64:
-            raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
+        check_ids(row_ids)
         mode = self.bounds if bounds is None else checked_mode(bounds, TableError)
         if mode == "fatal" and row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
@@ -216,7 +214,7 @@ class EngramTable:
                 return self._lookup_virtual(self._rows, row_ids, mode, dtype, out)
             return self._lookup_dense(self._rows, row_ids, mode, dtype, out)
         except IndexError as error:
-            raise TableError(missing_rows(row_ids, outside(row_ids, len(self)))) from error
+            raise TableError(missing_rows(row_ids, outside(row_ids, len(self)), len(self))) from error
         except TableError:
             raise
         except ValueError as error:

@@ -17,7 +17,7 @@ from tiny_engram.kernels.row_gather.bounds import count, outside
 
 from .engram_table import EngramTable
 from .perfect_hash import PerfectHash, index_shape
-from .storage import device_memory
+from .storage import check_ids, device_memory
 from .virtual_index import missing_rows
 
 __all__ = ["HotReport", "HotRows"]
@@ -214,7 +214,7 @@ class HotRows:
                     out=out,
                 )
         except IndexError as error:
-            raise TableError(missing_rows(row_ids, outside(row_ids, storage.rows))) from error
+            raise TableError(missing_rows(row_ids, outside(row_ids, storage.rows), storage.rows)) from error
         except ValueError as error:
             raise TableError(str(error)) from error
         slots = probe(self._keys, self._displacement, row_ids)
@@ -265,5 +265,6 @@ class HotRows:
         return torch.cuda.stream(self._stream)
 
     def _check(self, row_ids: torch.Tensor) -> None:
-        if row_ids.dtype != torch.int64 or row_ids.device != self.device:
+        check_ids(row_ids)
+        if row_ids.device != self.device:
             raise TableError(f"row ids are {row_ids.dtype} on {row_ids.device}: expected torch.int64 on {self.device}")

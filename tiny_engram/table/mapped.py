@@ -159,7 +159,7 @@ def _write_device(path: Path, source: RowSource, prefix: str, progress: RowsProg
             if size is not None and needed + DEVICE_PAGE > size:
                 raise TableError(f"{path}: needs {needed + DEVICE_PAGE:,} bytes, the device has {size:,}; use a larger one")
             if not replace and _holds_table(path):
-                raise TableError(f"{path}: holds a table already, expected an empty device; ask to replace it")
+                raise TableError(f"{path}: holds a table already, expected an empty device; pass replace=True (--force)")
             if isinstance(source, TableFile) and any(os.path.samestat(os.stat(file), os.stat(path)) for file in source.files):
                 raise TableError(f"{path}: is read and to be written at once, expected another place; convert to a file first")
             device.write(0, WRITING + os.getpid().to_bytes(8, "little"))

@@ -52,7 +52,11 @@ class OpenFile:
             self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
             why = (isinstance(error, OSError) and error.strerror) or error
-            raise TableError(f"{path}: cannot open the table ({why}); expected a .safetensors file") from error
+            index = path.with_name(path.name + ".index.json")
+            sharded = isinstance(error, FileNotFoundError) and os.path.exists(index)
+            raise TableError(
+                f"{path}: cannot open the table ({why}); " + (f"open {index}" if sharded else "expected a .safetensors file")
+            ) from error
         try:
             about = os.fstat(self.handle)
             self.device = is_device(about)

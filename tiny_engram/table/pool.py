@@ -15,8 +15,8 @@ from tiny_engram.kernels.row_gather.bounds import checked_mode, refuse, warn
 
 from .pool_format import OBJECT_BYTES, Manifest, RowCheck, check_name, current_key
 from .pool_link import Link, LinkError, PoolConfig, way_out
-from .storage import room_for
-from .table_digest import RowSource, RowsProgress, digest_blocks, table_digest
+from .storage import check_ids, room_for
+from .table_digest import RowSource, RowsProgress, checked_source, digest_blocks, table_digest
 
 __all__ = ["MooncakeRows", "PoolConfig", "publish"]
 
@@ -50,6 +50,7 @@ def publish(
         TableError: the pool is not reached, has no room, or did not keep what was sent. What was sent stays, unseen by readers.
     """
     check_name(name)
+    checked_source(source)
     if source.rows < 1 or replicas < 1 or object_bytes < 1:
         raise TableError(f"{source.rows} rows, {replicas} replicas, objects of {object_bytes} B: expected 1 or more of each")
     object_bytes = min(object_bytes, config.staging_bytes)
@@ -169,8 +170,7 @@ class MooncakeRows:
             TableError: an id outside the table (``bounds="fatal"``), types that do not fit; with ``on_failure="raise"`` also rows that
                 did not come in time.
         """
-        if row_ids.dtype != torch.int64:
-            raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
+        check_ids(row_ids)
         mode = self.bounds if bounds is None else checked_mode(bounds, TableError)
         ids = row_ids.detach().cpu()
         if mode == "fatal":

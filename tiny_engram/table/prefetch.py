@@ -14,7 +14,7 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import OUT_DTYPES, Bounds
 
-from .storage import device_memory
+from .storage import check_ids, device_memory
 
 __all__ = ["Prefetcher", "Rows", "side_stream"]
 
@@ -115,7 +115,8 @@ class Prefetcher:
         """
         if self._lead is not None:
             raise TableError(f"start was called again before wait: rows of {self._lead.numel()} tokens are under way; call wait first")
-        if row_ids.dtype != torch.int64 or row_ids.ndim not in (2, 3) or row_ids.shape[-1] != self.columns or row_ids.device != self.device:
+        check_ids(row_ids)
+        if row_ids.ndim not in (2, 3) or row_ids.shape[-1] != self.columns or row_ids.device != self.device:
             raise TableError(
                 f"row ids are {row_ids.dtype} {list(row_ids.shape)} on {row_ids.device}: expected torch.int64 [tokens, {self.columns}] "
                 f"or [B, T, {self.columns}] on {self.device}"

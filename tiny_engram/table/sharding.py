@@ -20,7 +20,7 @@ from tiny_engram.kernels.row_gather.bounds import refuse as refuse_outside
 from .engram_table import EngramTable
 from .mapped import map_rows, write_pool
 from .report import TableReport
-from .storage import RowStorage, room_for
+from .storage import RowStorage, check_ids, room_for
 from .table_file import TableFile
 
 T = TypeVar("T")
@@ -165,8 +165,9 @@ class ShardedTable:
             bounds: as the attribute, which counts when this is None.
             dtype: float32, bfloat16 or float16.
             out: contiguous ``[..., head_dim]`` on the ids' device to write into; its type then counts, not ``dtype``.
-            same_ids: True where all ranks ask for the same ids (tensor parallel): one all-reduce. False where each has its own, in
-                any number (data parallel): ids are gathered first, rows reduced to the rank that asked; this synchronises with the host.
+            same_ids: True where all ranks ask for the same ids (tensor parallel): one all-reduce. That is not checked: other ids give
+                wrong rows. False where each has its own, in any number (data parallel): ids are gathered first, rows reduced to the
+                rank that asked; this synchronises with the host.
 
         Returns:
             ``[..., head_dim]`` on the device of ``row_ids``, or ``out``.
@@ -180,7 +181,8 @@ class ShardedTable:
         dtype = dtype if out is None else out.dtype
         if dtype not in OUT_DTYPES:
             raise TableError(f"dtype {dtype}: expected one of {list(OUT_DTYPES)}")
-        if row_ids.dtype != torch.int64 or row_ids.device.type not in self._device_types:
+        check_ids(row_ids)
+        if row_ids.device.type not in self._device_types:
             raise TableError(
                 f"row ids are {row_ids.dtype} on {row_ids.device}: expected torch.int64 on a device that the group's backend serves "
                 f"({', '.join(sorted(self._device_types))})"

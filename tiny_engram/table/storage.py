@@ -276,6 +276,14 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, o
     return out
 
 
+def check_ids(row_ids: torch.Tensor) -> None:
+    """Raises TableError: not a tensor, or not of int64."""
+    if not isinstance(row_ids, torch.Tensor):
+        raise TableError(f"row ids are of type {type(row_ids).__name__}: expected a tensor of torch.int64, as torch.as_tensor makes it")
+    if row_ids.dtype != torch.int64:
+        raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
+
+
 def check_rows(payload: torch.Tensor, scale: torch.Tensor, *, lead: tuple[int, ...] | None = None, head_dim: int | None = None) -> None:
     """Do they hold rows: float8_e4m3fn ``[*lead, head_dim]`` and uint8 ``[*lead, head_dim / 32]``?
 

@@ -23,6 +23,7 @@ __all__ = [
     "as_bytes",
     "block_digest",
     "check_block",
+    "checked_source",
     "digest_blocks",
     "each_block",
     "table_digest",
@@ -46,6 +47,13 @@ class RowSource(Protocol):
     def read(self, first_row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Payload float8_e4m3fn ``[count, head_dim]``, scale uint8 ``[count, head_dim / 32]``."""
         ...
+
+
+def checked_source(source: RowSource) -> RowSource:
+    """The source itself; TableError for what has no rows to read, such as the table over a storage."""
+    if not callable(getattr(source, "read", None)):
+        raise TableError(f"{type(source).__name__} gives no rows by range: expected a storage (.storage of an EngramTable) or TableFile")
+    return source
 
 
 def as_bytes(rows: torch.Tensor) -> memoryview:

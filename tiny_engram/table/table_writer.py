@@ -30,6 +30,7 @@ from .table_digest import (
     as_bytes,
     block_digest,
     check_block,
+    checked_source,
     each_block,
     table_digest,
 )
@@ -53,7 +54,7 @@ class RowTensors:
 
 def rows_of(source: RowSource | tuple[torch.Tensor, torch.Tensor]) -> RowSource:
     """Something that reads ranges of rows: itself; (payload, scale): those."""
-    return RowTensors(*source) if isinstance(source, tuple) else source
+    return RowTensors(*source) if isinstance(source, tuple) else checked_source(source)
 
 
 class Sink(Protocol):
@@ -98,12 +99,12 @@ class Draft:
         self.path = path
         self._place = draft_path(path)
         if os.path.lexists(path) and not replace:
-            raise TableError(f"{path}: is there already, expected a new file; ask to replace it, or choose another name")
+            raise TableError(f"{path}: is there already, expected a new file; pass replace=True (--force), or choose another name")
         try:
             self.handle = self._lock()
             try:
                 if path.exists() and not replace:  # the writer before us has just ended
-                    raise TableError(f"{path}: is there already, expected a new file; ask to replace it, or choose another name")
+                    raise TableError(f"{path}: is there already, expected a new file; pass replace=True (--force), or choose another name")
                 # What a killed writer left is of no use: its rows were not checked.
                 os.ftruncate(self.handle, 0)
                 self.write(0, WRITING + os.getpid().to_bytes(8, "little"))
@@ -308,7 +309,7 @@ def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, 
     stem = path.name.removesuffix(".index.json").removesuffix(".safetensors")
     index = path.with_name(stem + INDEX_SUFFIX)
     if index.exists() and not replace:
-        raise TableError(f"{index}: is there already, expected a new file; ask to replace it, or choose another name")
+        raise TableError(f"{index}: is there already, expected a new file; pass replace=True (--force), or choose another name")
     drafts: list[Draft] = []
     published: list[Path] = []
     pieces: list[Piece] = []
@@ -332,7 +333,7 @@ def _write_shards(path: Path, source: RowSource, prefix: str, shard_bytes: int, 
         about = table_metadata(source.rows, source.head_dim, blocks)
         text = json.dumps({"metadata": {"total_size": source.rows * row_bytes, KEY: about}, "weight_map": places}, indent=1)
         if index.exists() and not replace:  # of a writer with other shards, who has just ended
-            raise TableError(f"{index}: is there already, expected a new file; ask to replace it, or choose another name")
+            raise TableError(f"{index}: is there already, expected a new file; pass replace=True (--force), or choose another name")
         surplus = _shards_named_by(index) if index.exists() else set()
         # Without an index there is no table: an end between two renames cannot leave a mixture of old and new.
         index.unlink(missing_ok=True)

@@ -9,9 +9,9 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.block_quant import BLOCK
 
-from .storage import check_rows
+from .storage import check_ids, check_rows
 
-__all__ = ["VirtualRows"]
+__all__ = ["VirtualRows", "missing_rows"]
 
 _SMALLEST = 256  # slots of the first allocation
 
@@ -82,8 +82,7 @@ class VirtualRows:
 
     def _places(self, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Place of each id in the index (some valid place where there is none) and whether it was found."""
-        if row_ids.dtype != torch.int64:
-            raise TableError(f"row ids are {row_ids.dtype}: expected torch.int64")
+        check_ids(row_ids)
         if not len(self):
             return torch.zeros_like(row_ids), torch.zeros_like(row_ids, dtype=torch.bool)
         # By numpy: torch's search wakes the thread pool for 200 ids, which costs milliseconds when the cores are busy.
@@ -103,10 +102,20 @@ class VirtualRows:
         return taken
 
 
-def missing_rows(row_ids: torch.Tensor, missing: torch.Tensor) -> str:
-    """The message on ids that a table does not have, of which there is at least one; ``missing`` is bool like ``row_ids``."""
+def missing_rows(row_ids: torch.Tensor, missing: torch.Tensor, rows_total: int | None = None) -> str:
+    """The message on ids that a table does not have, of which there is at least one.
+
+    Args:
+        row_ids: int64 ``[...]``.
+        missing: bool ``[...]``.
+        rows_total: rows of a dense table; None for a virtual one, to which rows can be added.
+    """
     first = int(row_ids.reshape(-1)[missing.reshape(-1)][0])
-    return f"row {first} is not in the table ({int(missing.sum())} of {missing.numel()} missing): add it first, or read as zero"
+    way_out = "add it first" if rows_total is None else f"expected 0 to {rows_total - 1}, or -1 for no row; mend the ids"
+    return (
+        f"row {first} is not in the table ({int(missing.sum())} of {missing.numel()} missing): {way_out}, or read zeros there by "
+        "bounds='warn' or bounds='ignore'"
+    )
 
 
 # numpy shifts a million entries in a millisecond; torch's boolean masks take twenty times as long.
