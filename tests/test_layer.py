@@ -166,6 +166,16 @@ def test_rows_read_ahead_give_the_same_bits_and_the_table_is_not_asked(form):
         layer(x, canonical, rows=rows[:, :5], **context)
 
 
+def test_a_table_or_ids_that_do_not_fit_are_named():
+    layer = make("v41")
+    x, canonical = batch()
+    with pytest.raises(ValueError, match=r"rows \[2, 5, 192\]: expected \[B, T, row_width\] = \[2, 7, 192\], of x \[2, 7, 4, 24\]"):
+        layer(x, canonical[:, :5])
+    layer.table = EngramTable.dense(*quantize(torch.randn(layer.hasher.rows_total, 64)))
+    with pytest.raises(ValueError, match=r"rows \[2, 7, 384\]: expected .* = \[2, 7, 192\], .* a table with head_dim 32"):
+        layer(x, canonical)
+
+
 def test_the_table_is_not_in_the_state():
     assert not [name for name in make("v41").state_dict() if "table" in name]
 

@@ -111,8 +111,11 @@ class EngramLayer(nn.Module):
             # A table rounds to these types itself; other types, float64 say, are exact from float32.
             asked = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
             rows = self.table.lookup(row_ids, dtype=asked).flatten(-2)
-        elif rows.shape != (*x.shape[:2], config.row_width):
-            raise ValueError(f"rows {list(rows.shape)}: expected [B, T, row_width] = {[*x.shape[:2], config.row_width]}")
+        if rows.shape != (*x.shape[:2], config.row_width):
+            raise ValueError(
+                f"rows {list(rows.shape)}: expected [B, T, row_width] = {[*x.shape[:2], config.row_width]}, of x {list(x.shape)} and "
+                f"a table with head_dim {config.head_dim}"
+            )
         key, value = self.projections(rows.to(self.q_weight))
         if config.form == "v41":
             return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="v41", mask=blocked)

@@ -182,7 +182,7 @@ def test_a_library_that_is_lacking_is_named(pool, tmp_path, monkeypatch):
     (tmp_path / "mooncake" / "__init__.py").write_text("")
     (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(TableError, match=r"libibverbs.so.1: cannot open.*install tiny-engram\[pool\].*apt-get install\) *"):
+    with pytest.raises(TableError, match=r"libibverbs.so.1: cannot open.*pip install --editable '\.\[pool\]'.*libibverbs1"):
         MooncakeRows(pool.config(), "table")
 
 

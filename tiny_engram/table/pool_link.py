@@ -23,7 +23,7 @@ __all__ = ["Link", "LinkError", "PoolConfig"]
 OnFailure = Literal["raise", "zero"]
 _WORKER = Path(__file__).with_name("pool_worker.py")
 _BACKOFF_S = (0.25, 8.0)  # before the second attempt to connect, and the longest
-_INSTALL = "install tiny-engram[pool], and Debian's libibverbs1 librdmacm1 libnuma1 (apt-get install)"
+_INSTALL = "install Mooncake (pip install --editable '.[pool]' in the checkout), and Debian's libibverbs1 librdmacm1 libnuma1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
