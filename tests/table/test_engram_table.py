@@ -85,6 +85,11 @@ def test_missing_rows():
     assert table.lookup(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, 32)
 
 
+def test_a_table_lies_over_a_storage_only():
+    with pytest.raises(TableError, match="EngramTable is no storage of rows: expected a RowStorage"):
+        EngramTable.over(EngramTable.dense(*stored(3)))  # pyright: ignore[reportArgumentType]
+
+
 def test_collisions_raise_and_add_nothing():
     table = EngramTable.virtual(32)
     table.add(torch.tensor([1, 2, 3]), *stored(3))
@@ -92,6 +97,9 @@ def test_collisions_raise_and_add_nothing():
         table.add(torch.tensor([3, 4, 1]), *stored(3))
     with pytest.raises(TableError, match="1 of 3 row ids are given twice"):
         table.add(torch.tensor([7, 8, 7]), *stored(3))
+    for call in (lambda ids: table.add(ids, *stored(3)), table.remove):
+        with pytest.raises(TableError, match="row ids are of type list"):
+            call([7, 8, 9])
     assert len(table) == 3 and not table.contains(torch.tensor([4, 7, 8])).any()
 
 
@@ -254,6 +262,8 @@ def test_opens_a_file_in_any_home(tmp_path):
         copy = table.copy_to("pageable", layout="split")
     assert copy.bounds == "ignore" and copy.storage.layout == "split"
     told = []
+    with pytest.raises(TableError, match="home 'mapped' with device 'cpu': expected home 'device' with it"):
+        EngramTable.open(tmp_path / "table.safetensors", device="cpu")
     opened = EngramTable.open(tmp_path / "table.safetensors", "pageable", progress=lambda done, total: told.append(done / total))
     assert opened.storage.home == "pageable" and opened.storage.layout == "record" and told[-1] == 1
     for table in (copy, opened):

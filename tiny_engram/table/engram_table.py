@@ -66,7 +66,9 @@ class EngramTable:
 
     @classmethod
     def over(cls, storage: RowStorage, *, bounds: Bounds = "fatal") -> Self:
-        """A table over a storage, which it shares."""
+        """A table over a storage, which it shares; TableError for anything else."""
+        if not isinstance(storage, RowStorage):
+            raise TableError(f"{type(storage).__name__} is no storage of rows: expected a RowStorage (.storage of an EngramTable)")
         return cls(storage, bounds=bounds)
 
     @classmethod
@@ -104,10 +106,12 @@ class EngramTable:
             progress: called with (bytes copied, bytes in all).
 
         Raises:
-            TableError: no such file, a damaged one, or no room for the copy.
+            TableError: no such file, a damaged one, no room for the copy, or a device with another home.
         """
         from .mapped import map_rows
 
+        if device is not None and home != "device":
+            raise TableError(f"home {home!r} with device {str(device)!r}: expected home 'device' with it, which copies the rows there")
         mapped = map_rows(path, prefix=prefix)
         if home == "mapped":
             return cls(mapped, bounds=bounds)

@@ -45,6 +45,7 @@ class VirtualRows:
     @torch.no_grad()
     def add(self, row_ids: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> None:
         """As ``EngramTable.add``."""
+        check_ids(row_ids)
         check_rows(payload, scale, lead=tuple(row_ids.shape), head_dim=self.payload.shape[1])
         # Tensors made in inference mode could not be written by a later call outside it.
         with torch.inference_mode(False):
@@ -67,6 +68,7 @@ class VirtualRows:
     @torch.no_grad()
     def remove(self, row_ids: torch.Tensor) -> None:
         """As ``EngramTable.remove``."""
+        check_ids(row_ids)
         with torch.inference_mode(False):
             ids = row_ids.reshape(-1).unique()
             places, found = self._places(ids)
