@@ -98,6 +98,16 @@ def lookups(rank, world, folder):
     out["fatal same"] = said(lambda: sharded.lookup(outside))
     out["fatal own"] = said(lambda: sharded.lookup(torch.tensor([1, ROWS if rank == world - 1 else 2]), same_ids=False))
     out["dtypes"] = said(lambda: sharded.lookup(torch.tensor([1]), dtype=DTYPES[min(rank, 1)], same_ids=False))
+    turned = same_ids().flip(1) if rank else same_ids()
+    for case, ids in {
+        "other ids": torch.tensor([[1, 2], [3, 4 + rank]]),
+        "other order": turned,
+        "other count": torch.arange(3 + rank),
+        "one outside": torch.tensor([ROWS if rank else 3]),
+    }.items():
+        out[case] = said(lambda ids=ids: sharded.lookup(ids))
+    out["other same_ids"] = said(lambda: sharded.lookup(torch.tensor([1]), same_ids=rank == 0))
+    out["other dtype"] = said(lambda: sharded.lookup(torch.tensor([1]), dtype=DTYPES[min(rank, 1)]))
     out["int32"] = said(lambda: sharded.lookup(torch.tensor([1], dtype=torch.int32)))
     out["after"] = sharded.lookup(same_ids())  # the group is in step after every error
     for rows in (0, 2):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.row_gather import row_gather
 from tiny_engram.table.fill_rule import FillRule
-from tiny_engram.table.sharding import ShardedTable, shard_range
+from tiny_engram.table.sharding import ShardedTable, _checksum, shard_range
 from tiny_engram.table.storage import RowStorage
 
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -111,8 +111,22 @@ def test_a_prefetcher_takes_it(seen):
 
 def test_a_group_is_in_step_after_errors(seen):
     for saw in (s["lookups"] for s in seen):
-        assert "rank 0 torch.float32 fatal, rank 1 torch.bfloat16 fatal" in saw["dtypes"] and "torch.int32" in saw["int32"]
+        assert "rank 0 torch.float32 fatal same_ids=False, rank 1 torch.bfloat16 fatal same_ids=False" in saw["dtypes"]
+        assert "torch.int32" in saw["int32"]
         assert same_bits(saw["after"], unsharded(ranks.same_ids()))
+
+
+@pytest.mark.parametrize("case", ["other ids", "other order", "other count", "one outside"])
+def test_other_ids_on_a_rank_are_an_error_on_all_of_them(seen, case):
+    for saw in (s["lookups"] for s in seen):
+        assert "ranks ask for different row ids (rank 0 " in saw[case] and "pass same_ids=False where" in saw[case], saw[case]
+
+
+def test_ranks_that_ask_in_different_ways_all_hear_of_it(seen):
+    for saw in (s["lookups"] for s in seen):
+        assert "rank 0 torch.float32 fatal same_ids=True, rank 1 torch.float32 fatal same_ids=False" in saw["other same_ids"]
+        assert "rank 0 torch.float32 fatal same_ids=True, rank 1 torch.bfloat16 fatal same_ids=True" in saw["other dtype"]
+    assert len({int(_checksum(ids)) for ids in (torch.arange(2), torch.tensor([1, 0]), torch.tensor([3, -1]), torch.zeros(2).long())}) == 4
 
 
 def test_each_rank_reads_its_part_of_a_file(seen):

@@ -165,15 +165,17 @@ class ShardedTable:
             bounds: as the attribute, which counts when this is None.
             dtype: float32, bfloat16 or float16.
             out: contiguous ``[..., head_dim]`` on the ids' device to write into; its type then counts, not ``dtype``.
-            same_ids: True where all ranks ask for the same ids (tensor parallel): one all-reduce. That is not checked: other ids give
-                wrong rows. False where each has its own, in any number (data parallel): ids are gathered first, rows reduced to the
-                rank that asked; this synchronises with the host.
+            same_ids: True where all ranks ask for the same ids (tensor parallel): one all-reduce. Under ``fatal``, which waits for the
+                host anyway, a checksum of the ids is compared first; under ``warn`` and ``ignore``, which can be captured, it is not:
+                other ids give wrong rows there. False where each has its own, in any number (data parallel): ids are gathered first,
+                rows reduced to the rank that asked; this synchronises with the host.
 
         Returns:
             ``[..., head_dim]`` on the device of ``row_ids``, or ``out``.
 
         Raises:
-            TableError: an id outside the table under ``fatal``, a rank that does not answer, ranks that ask for different dtypes.
+            TableError: an id outside the table under ``fatal``, a rank that does not answer; ranks that ask for different dtypes or,
+                under ``fatal``, for different ids with ``same_ids=True``: every rank raises.
         """
         bounds = checked_mode(self.bounds if bounds is None else bounds, TableError)
         if self.mode == "host_shared":
@@ -190,6 +192,10 @@ class ShardedTable:
         rows = room_for((*row_ids.shape, self.head_dim), dtype, row_ids.device, out)
         if not same_ids:
             return self._lookup_own(row_ids, bounds, rows)
+        if bounds == "fatal":
+            if row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
+            self._asked(row_ids, bounds, rows.dtype, same_ids=True)
         self._local(row_ids, bounds, rows)
         with self._peers("lookup"):
             dist.all_reduce(rows.view(torch.int32), group=self._group)
@@ -207,12 +213,7 @@ class ShardedTable:
     def _lookup_own(self, row_ids: torch.Tensor, bounds: Bounds, rows: torch.Tensor) -> torch.Tensor:
         if row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("same_ids=False under stream capture: its counts go through the host; gather them first, pass same_ids=True")
-        ask = torch.tensor([row_ids.numel(), OUT_DTYPES.index(rows.dtype), get_args(Bounds).index(bounds)], device=row_ids.device)
-        asked = self._gathered(ask).tolist()
-        if any(other[1:] != asked[0][1:] for other in asked):
-            said = [f"rank {rank} {OUT_DTYPES[d]} {get_args(Bounds)[b]}" for rank, (_, d, b) in enumerate(asked)]
-            raise TableError(f"ranks ask for different dtypes or bounds ({', '.join(said)}): pass the same on every rank")
-        longest = max(number for number, _, _ in asked)
+        longest = max(self._asked(row_ids, bounds, rows.dtype, same_ids=False))
         padded = row_ids.new_full((longest,), -1)
         padded[: row_ids.numel()] = row_ids.reshape(-1)
         partial = rows.new_empty((self.world * longest, self.head_dim))
@@ -223,11 +224,21 @@ class ShardedTable:
                 _reduce_scatter(own.view(torch.int32), partial.view(torch.int32), group=self._group)
         return rows.copy_(own[: row_ids.numel()].view(rows.shape))
 
+    def _asked(self, row_ids: torch.Tensor, bounds: Bounds, dtype: torch.dtype, *, same_ids: bool) -> list[int]:
+        """How many ids each rank asks for; raises on every rank where what they ask for does not go together. Waits for devices."""
+        facts = [OUT_DTYPES.index(dtype), get_args(Bounds).index(bounds), int(same_ids), row_ids.numel()]
+        mine = torch.cat((torch.tensor(facts, device=row_ids.device), _checksum(row_ids) if same_ids else row_ids.new_zeros(1)))
+        asked = self._gathered(mine).tolist()
+        if len({tuple(other[:3]) for other in asked}) > 1:
+            said = [f"rank {rank} {OUT_DTYPES[d]} {get_args(Bounds)[b]} same_ids={bool(s)}" for rank, (d, b, s, *_) in enumerate(asked)]
+            raise TableError(f"ranks ask for different dtypes, bounds or same_ids ({', '.join(said)}): pass the same on every rank")
+        if same_ids and len({tuple(other[3:]) for other in asked}) > 1:
+            said = [f"rank {rank} {n} with checksum {c & (1 << 64) - 1:016x}" for rank, (*_, n, c) in enumerate(asked)]
+            raise TableError(f"ranks ask for different row ids ({', '.join(said)}): pass same_ids=False where each rank has its own")
+        return [other[3] for other in asked]
+
     def _local(self, row_ids: torch.Tensor, bounds: Bounds, out: torch.Tensor) -> None:
         """This rank's rows into ``out``, +0 bits where another rank holds them; raises alike on all ranks, before any communication."""
-        capturing = row_ids.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing and bounds == "fatal":
-            raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
         violations = self._table.counters.at(row_ids.device) if bounds == "warn" else None
         payload, scale = self.storage.payload, self.storage.scale
         try:
@@ -294,6 +305,15 @@ class ShardedTable:
         except RuntimeError as error:
             line = str(error).splitlines()[0]
             raise TableError(f"{what}: not all {self.world} ranks took part ({line}); look at their errors and start anew") from error
+
+
+def _checksum(row_ids: torch.Tensor) -> torch.Tensor:
+    """int64 ``[1]``: depends on every id and its place; made where the ids are, of whole numbers that wrap around."""
+    mixed = row_ids.reshape(-1) + torch.arange(row_ids.numel(), device=row_ids.device) * -7046029254386353131
+    # Not linear before the sum: ids that are shifted against each other would cancel out.
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed ^ (mixed >> 31)).sum().reshape(1)
 
 
 def _need_group(group: dist.ProcessGroup | None) -> None:
