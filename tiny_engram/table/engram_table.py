@@ -4,6 +4,7 @@ Imports torch, kernels, tiny_engram.errors and its neighbours; the planner and m
 A dense table's row id is its slot in a storage; a virtual table keeps the few rows that exist out of a huge address space.
 """
 
+import copy
 from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Self
@@ -16,7 +17,7 @@ from tiny_engram.kernels.row_gather.bounds import checked_mode, count, outside
 
 from .counters import OutsideCounters
 from .report import TableReport
-from .storage import Home, Layout, RowStorage, check_ids
+from .storage import Home, Layout, RowStorage, check_dtype, check_ids
 from .virtual_index import VirtualRows, missing_rows
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class EngramTable:
 
     Row id -1 is "no row": it reads as zeros whatever ``bounds`` says. Lookups of ids on a device are for one thread at a time; so is
     a virtual table while rows are added or removed.
+
+    Rows are no parameters: ``copy.deepcopy`` of a dense table, or of a model with one, is a table over the same storage (:meth:`copy_to`
+    copies rows), of a virtual one an independent table. A dense table cannot be pickled: open its file in the other process.
 
     Attributes:
         bounds: what an id without a row does where the lookup does not say: "fatal" raises and names it, "warn" reads zeros and
@@ -130,6 +134,9 @@ class EngramTable:
         copy = self.storage.copy_to(home, layout=layout, device=device, progress=progress)
         return EngramTable(copy, bounds=self.bounds)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return type(self)(copy.deepcopy(self._rows, memo), bounds=self.bounds)
+
     @property
     def storage(self) -> RowStorage:
         """The rows of a dense table. Raises TableError for a virtual one."""
@@ -211,6 +218,7 @@ class EngramTable:
         """
         check_ids(row_ids)
         mode = self.bounds if bounds is None else checked_mode(bounds, TableError)
+        check_dtype(dtype if out is None else out.dtype)
         if mode == "fatal" and row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
         try:

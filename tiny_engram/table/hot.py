@@ -13,11 +13,12 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.hot_gather import EMPTY, hot_gather, probe
 from tiny_engram.kernels.row_gather import Bounds, row_gather
-from tiny_engram.kernels.row_gather.bounds import count, outside
+from tiny_engram.kernels.row_gather.bounds import checked_mode, count, outside
 
 from .engram_table import EngramTable
 from .perfect_hash import PerfectHash, index_shape
-from .storage import check_ids, device_memory
+from .shared import SharedRows
+from .storage import check_dtype, check_ids, device_memory, whole
 from .virtual_index import missing_rows
 
 __all__ = ["HotReport", "HotRows"]
@@ -56,12 +57,12 @@ class HotReport:
         )
 
 
-class HotRows:
+class HotRows(SharedRows):
     """Hot rows of a dense table; ``lookup`` gives the table's own results, bit for bit.
 
     ``observe`` notes ids, ``refresh`` chooses rows by what was noted. All memory that ``lookup`` and ``observe`` use keeps its
     address, so both can be captured into CUDA graphs; ``refresh`` between replays then counts for the next one. The table's
-    rows must not change, or be followed by a refresh.
+    rows must not change, or be followed by a refresh. ``copy.deepcopy`` shares them; they cannot be pickled.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class HotRows:
             TableError: a virtual table, sizes that make no sense, or no such memory.
         """
         storage = table.storage
+        capacity_rows, window = whole("capacity_rows", capacity_rows), whole("window", window)
         if capacity_rows < 0 or window < 1 or not 0 <= decay <= 1:
             raise TableError(f"capacity_rows {capacity_rows}, window {window}, decay {decay}: expected 0 or more, 1 or more, 0 to 1")
         self.table, self.capacity, self.decay = table, min(capacity_rows, len(table)), decay
@@ -195,7 +197,8 @@ class HotRows:
         ``"warn"`` finds outside the table are counted in :meth:`report`.
         """
         self._check(row_ids)
-        mode = self.table.bounds if bounds is None else bounds
+        mode = self.table.bounds if bounds is None else checked_mode(bounds, TableError)
+        check_dtype(dtype if out is None else out.dtype)
         if mode == "fatal" and row_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise TableError("bounds='fatal' waits for the device, which a captured stream cannot: look up with bounds='warn'")
         hot = self._payload.view(torch.float8_e4m3fn), self._scale, self._keys, self._displacement

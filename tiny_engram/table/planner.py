@@ -2,7 +2,7 @@
 
 Paths: "device", the rows are where the ids are; "zero_copy", the device reads host memory in place; "cpu_gather", ids go to
 the host, which gathers rows and copies them over, while in large lookups the device reads some of them in place. Imports torch,
-kernels, tiny_engram.errors, and of this package costs, host_gather and storage.
+kernels, tiny_engram.errors, and of this package costs, host_gather, shared and storage.
 """
 
 from collections import Counter
@@ -23,6 +23,7 @@ from tiny_engram.kernels.unique_ids import unique_ids
 
 from .costs import HostPath, LookupCosts, machine_key, measure, resolve
 from .host_gather import HostGather, gathering
+from .shared import SharedRows
 from .storage import RowStorage, room_for
 
 __all__ = ["LookupPlanner", "LookupPath"]
@@ -35,7 +36,7 @@ _SHARED_ROWS = 1 << 16  # from here on the device reads some rows in place meanw
 _FIRST_PROBES, _PROBE_EVERY = 2, 64  # lookups whose ids are counted, to learn the share of duplicates
 
 
-class LookupPlanner:
+class LookupPlanner(SharedRows):
     """Reads rows of one table onto one device. Not for use by several threads at once.
 
     Every path gives the same bits. Where the GPU cannot read the table's memory, all lookups go over the CPU.

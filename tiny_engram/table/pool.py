@@ -15,7 +15,8 @@ from tiny_engram.kernels.row_gather.bounds import checked_mode, refuse, warn
 
 from .pool_format import OBJECT_BYTES, Manifest, RowCheck, check_name, current_key
 from .pool_link import Link, LinkError, PoolConfig, way_out
-from .storage import check_ids, room_for
+from .shared import SharedRows
+from .storage import check_dtype, check_ids, room_for
 from .table_digest import RowSource, RowsProgress, checked_source, digest_blocks, table_digest
 
 __all__ = ["MooncakeRows", "PoolConfig", "publish"]
@@ -96,12 +97,13 @@ def _message(config: PoolConfig, name: str, error: LinkError, started: float, be
     return f"pool table {name!r} at {config.master}, after {elapsed:.2f} s: {lead}{error}; {way_out(error.kind, config)}"
 
 
-class MooncakeRows:
+class MooncakeRows(SharedRows):
     """The rows of a published table, read over the network by id; an EngramLayer takes it as its table.
 
     Every row carries a check, so a lookup gives the rows that were published, or raises (with ``on_failure="zero"``: gives zeros), and
     does so within ``timeout_ms``. Threads may share it; their lookups take turns. After a failure the next lookup tries again, with pauses
-    that grow up to 8 s between attempts to connect, in which lookups fail at once.
+    that grow up to 8 s between attempts to connect, in which lookups fail at once. ``copy.deepcopy`` shares the
+    connection; it cannot be pickled.
 
     Attributes:
         manifest: what the table is; it stays that version.
@@ -172,6 +174,7 @@ class MooncakeRows:
         """
         check_ids(row_ids)
         mode = self.bounds if bounds is None else checked_mode(bounds, TableError)
+        check_dtype(dtype if out is None else out.dtype)
         ids = row_ids.detach().cpu()
         if mode == "fatal":
             try:

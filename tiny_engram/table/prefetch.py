@@ -1,20 +1,23 @@
 """Prefetcher: rows are fetched beside the layers before theirs, and waited for only where they are read.
 
-Row ids depend on tokens alone, so they are known before the first layer runs. Imports torch, kernels, tiny_engram.errors and
-storage.
+Row ids depend on tokens alone, so they are known before the first layer runs. Imports torch, kernels, tiny_engram.errors,
+shared and storage.
 """
 
+import copy
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 from tiny_engram.errors import TableError
-from tiny_engram.kernels.row_gather import OUT_DTYPES, Bounds
+from tiny_engram.kernels.row_gather import Bounds
+from tiny_engram.kernels.row_gather.bounds import checked_mode
 
-from .storage import check_ids, device_memory
+from .shared import SharedRows
+from .storage import check_dtype, check_ids, device_memory, whole
 
 __all__ = ["Prefetcher", "Rows", "side_stream"]
 
@@ -40,7 +43,7 @@ def side_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device, priority=-1)
 
 
-class Prefetcher:
+class Prefetcher(SharedRows):
     """Reads the rows of one Engram layer into memory at a fixed address.
 
     ``start(ids)``, anything else, ``wait()``; then the same for the next step. The ids are copied when ``start`` is called: their
@@ -53,6 +56,9 @@ class Prefetcher:
     wait for the ids.
 
     On the CPU a worker thread of the prefetcher's own reads, so that the page faults of several mapped tables wait for the disk together.
+
+    ``copy.deepcopy`` gives another one, with memory of its own and nothing under way, over what a deep copy of the table is; it cannot be
+    pickled.
 
     Attributes:
         staging: ``[capacity, columns, head_dim]``, where rows are read to.
@@ -81,15 +87,15 @@ class Prefetcher:
             stream: None is the stream that all prefetchers of the device share.
 
         Raises:
-            TableError: sizes below 1, another dtype, or no such memory.
+            TableError: sizes below 1, another dtype or rule, or no such memory.
         """
+        capacity, columns = whole("capacity", capacity), whole("columns", columns)
         if capacity < 1 or columns < 1:
             raise TableError(f"capacity {capacity}, columns {columns}: expected 1 or more of each")
-        if dtype not in OUT_DTYPES:
-            raise TableError(f"dtype {dtype}: expected float32, bfloat16 or float16")
+        check_dtype(dtype)
         self.table = table
         self.capacity, self.columns = capacity, columns
-        self.bounds: Bounds | None = bounds
+        self.bounds: Bounds | None = None if bounds is None else checked_mode(bounds, TableError)
         # Normal tensors: those made in inference mode could not be written by a later call outside it.
         with torch.inference_mode(False), device_memory(f"room for {capacity} tokens", device, "take another, or read fewer at a time"):
             self.staging = torch.zeros((capacity, columns, table.head_dim), dtype=dtype, device=device)
@@ -102,6 +108,23 @@ class Prefetcher:
             self._stream = stream or side_stream(self.device)
             self._ready = torch.cuda.Event()
         self._employ()
+
+    def __copy__(self) -> Self:
+        return self._with(self.table)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self._with(copy.deepcopy(self.table, memo))
+
+    def _with(self, table: Rows) -> Self:
+        return type(self)(
+            table,
+            capacity=self.capacity,
+            columns=self.columns,
+            device=self.device,
+            dtype=self.staging.dtype,
+            bounds=self.bounds,
+            stream=self._stream if self.device.type == "cuda" else None,
+        )
 
     @torch.no_grad()
     def start(self, row_ids: torch.Tensor) -> None:

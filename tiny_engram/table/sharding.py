@@ -20,7 +20,8 @@ from tiny_engram.kernels.row_gather.bounds import refuse as refuse_outside
 from .engram_table import EngramTable
 from .mapped import map_rows, write_pool
 from .report import TableReport
-from .storage import RowStorage, check_ids, room_for
+from .shared import SharedRows
+from .storage import RowStorage, check_dtype, check_ids, room_for
 from .table_file import TableFile
 
 T = TypeVar("T")
@@ -46,12 +47,13 @@ def shard_range(rows: int, rank: int, world: int) -> tuple[int, int]:
     return first, rows * (rank + 1) // world - first
 
 
-class ShardedTable:
+class ShardedTable(SharedRows):
     """Rows by id for all ranks of a process group.
 
     ``split``: every rank holds a range; a lookup reads what is here, zeros for the rest, and sums over the ranks. The sum is
     taken over bit patterns as integers, all zero but one, so that every bit of a row arrives: -0.0 and NaN too.
     ``host_shared``: every rank reads one copy in its host's memory by itself; no communication.
+    ``copy.deepcopy`` shares the table; it cannot be pickled.
 
     Attributes:
         rows_total: rows of the whole table.
@@ -181,8 +183,7 @@ class ShardedTable:
         if self.mode == "host_shared":
             return self._table.lookup(row_ids, bounds=bounds, dtype=dtype, out=out)
         dtype = dtype if out is None else out.dtype
-        if dtype not in OUT_DTYPES:
-            raise TableError(f"dtype {dtype}: expected one of {list(OUT_DTYPES)}")
+        check_dtype(dtype)
         check_ids(row_ids)
         if row_ids.device.type not in self._device_types:
             raise TableError(

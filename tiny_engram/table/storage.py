@@ -1,5 +1,9 @@
-"""RowStorage: rows of a dense table, in one of two layouts and one of four homes. Imports torch, kernels, errors, host_memory, report."""
+"""RowStorage: rows of a dense table, in one of two layouts and one of four homes.
 
+Imports torch, kernels, errors, host_memory, report and shared.
+"""
+
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -10,9 +14,11 @@ import torch
 
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.block_quant import BLOCK
+from tiny_engram.kernels.row_gather import OUT_DTYPES
 
 from .host_memory import HostBlock
 from .report import TableReport
+from .shared import SharedRows
 
 __all__ = ["Home", "Layout", "RowStorage"]
 
@@ -36,8 +42,10 @@ class _Block(Protocol):
     def close(self) -> None: ...
 
 
-class RowStorage:
+class RowStorage(SharedRows):
     """Rows by slot: e4m3 values and one e8m0 byte per 32 of them. Make one with :meth:`allocate`, or over memory that exists.
+
+    ``copy.deepcopy`` shares it; :meth:`copy_to` copies the rows. It cannot be pickled.
 
     Attributes:
         layout: "record", where a row's payload and scales are one run of bytes, or "split", two arrays.
@@ -99,12 +107,15 @@ class RowStorage:
             TableError: sizes or homes that make no sense, or no such memory.
         """
         _check_names(home, layout)
+        rows, head_dim = whole("rows", rows), whole("head_dim", head_dim)
         if head_dim < 1 or head_dim % BLOCK or rows < 0:
             raise TableError(f"{rows} rows of head_dim {head_dim}: expected 0 or more rows and a multiple of {BLOCK}")
         if home == "mapped":
             raise TableError("home 'mapped' is read-only: expected a file that exists; open it with EngramTable.open(path)")
         if (path is not None and home == "device") or (device is not None and home != "device"):
             raise TableError(f"home {home!r} with path {path!r}, device {device!r}: expected a path for host memory, a device for 'device'")
+        if home == "device" and str(device).partition(":")[0] == "cpu":
+            raise TableError("home 'device' with device 'cpu': expected a GPU; host memory is home 'pinned' or 'pageable'")
         nbytes = rows * (head_dim + head_dim // BLOCK)
         if home == "device":
             with device_memory(f"{nbytes:,} B", device or "cuda", "keep the rows in host memory"):
@@ -274,6 +285,20 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, o
     if tuple(out.shape) != shape or not out.is_contiguous() or out.device != device:
         raise TableError(f"out {list(out.shape)} on {out.device}: expected contiguous {list(shape)} on {device}")
     return out
+
+
+def whole(name: str, value: object) -> int:
+    """The size that was given; raises TableError for what is no whole number: 1e6 is none, nor is "5"."""
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise TableError(f"{name} is {value!r} of type {type(value).__name__}: expected a whole number, an int") from error
+
+
+def check_dtype(dtype: object) -> None:
+    """Raises TableError: not one of the types that rows are returned in."""
+    if not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES:
+        raise TableError(f"dtype {dtype!r}: expected torch.float32, torch.bfloat16 or torch.float16")
 
 
 def check_ids(row_ids: torch.Tensor) -> None:

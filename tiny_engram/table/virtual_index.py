@@ -9,7 +9,7 @@ import torch
 from tiny_engram.errors import TableError
 from tiny_engram.kernels.block_quant import BLOCK
 
-from .storage import check_ids, check_rows
+from .storage import check_ids, check_rows, whole
 
 __all__ = ["VirtualRows", "missing_rows"]
 
@@ -26,6 +26,7 @@ class VirtualRows:
     """
 
     def __init__(self, head_dim: int):
+        head_dim = whole("head_dim", head_dim)
         if head_dim < 1 or head_dim % BLOCK:
             raise TableError(f"head_dim is {head_dim}: expected a multiple of {BLOCK}")
         self.payload = torch.zeros((0, head_dim), dtype=torch.uint8)
@@ -52,12 +53,12 @@ class VirtualRows:
             ids, order = row_ids.reshape(-1).sort()
             doubles = int((ids[1:] == ids[:-1]).sum())
             if doubles:
-                raise TableError(f"{doubles} of {ids.numel()} row ids are given twice: raise the collision counter and rehash")
+                raise TableError(f"{doubles} of {ids.numel()} row ids are given twice: give each once")
             if bool((ids == -1).any()):
                 raise TableError("row id -1 stands for no row, which reads as zeros: expected any other id")
             present = int(self._places(ids)[1].sum())
             if present:
-                raise TableError(f"{present} of {ids.numel()} row ids are in the table already: raise the collision counter and rehash")
+                raise TableError(f"{present} of {ids.numel()} row ids are in the table already: remove them first, or use other ids")
             slots = self._take(ids.numel())
             self.payload[slots] = payload.view(torch.uint8).reshape(-1, self.payload.shape[1])[order]
             self.scale[slots] = scale.reshape(-1, self.scale.shape[1])[order]
