@@ -320,7 +320,8 @@ def test_a_full_disk(refused, run, folder, tmp_path, monkeypatch):
 def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
-    assert caught.value.code == 2 and "usage: tiny-engram" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and not out and re.fullmatch(r"tiny-engram: .+; see tiny-engram( [a-z]+)? --help\n", err), err
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------------

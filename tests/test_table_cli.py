@@ -145,13 +145,18 @@ def test_bad_files(refused, run, table, tmp_path):
     [
         (("verify", "x", "--rows", "7"), "'7' is no range of rows"),
         (("verify", "x", "--rows", "a:b"), "'a:b' is no range of rows"),
+        *((("verify", "x", "--rows", empty), f"'{empty}' holds no row") for empty in ("0:0", "5:3", ":0", "7:7")),
+        (("verify", "x", "--rows=-3:-1"), "'-3:-1' is no range of rows"),
+        (("verify",), "required: file"),
+        (("twist",), "invalid choice: 'twist'"),
+        (("inspect", "x", "--no\nsuch"), "unrecognized arguments: --no such"),
+        (("plan", "--layers", "x", "--layer-time-us", "1"), "argument --layers: invalid int value: 'x'"),
         (("convert", "x", "y", "--shard-bytes", "5Q"), "'5Q' is no size"),
         (("plan", "--layers", "3", "--layer-time-us", "1", "--engram-layers", "a"), "'a' are no layers"),
     ],
 )
-def test_bad_words(run, argv, words):
-    code, out, err = run(*argv)
-    assert code == 2 and out == "" and words in err
+def test_bad_words(refused, argv, words):
+    refused(words + ".*; see tiny-engram( [a-z]+)* --help$", *argv)
 
 
 PLAN = ("plan", "--layer-time-us", 56, "--layers", 64, "--batch", 256, "--columns", 16, "--row-bytes", 320)
@@ -177,6 +182,20 @@ def test_plan(run, tmp_path):
 def test_bad_plans(refused, tmp_path):
     refused("--zipf is 1.0 and --hot-rows None: expected both", *PLAN, "--zipf", 1.0)
     refused("expected 0 to the table's 384006168", *PLAN, "--zipf", 1.0, "--hot-rows", 10**12)
-    refused("Engram layers are .1, 70., expected from 0 to 63", *PLAN, "--engram-layers", "1,70")
+    refused("--engram-layers is .1, 70., expected from 0 to 63", *PLAN, "--engram-layers", "1,70")
     refused("none.json: cannot read the tiers", *PLAN, "--tiers", "none.json")
-    refused("unique_share is 0", *PLAN, "--unique-share", 0)
+    refused("--unique-share is 0", *PLAN, "--unique-share", 0)
+    refused("--hot-rows is 1000000000000, expected", *PLAN, "--zipf", 1.0, "--hot-rows", 10**12)
+    refused("--zipf is -1.0, expected 0 to 100", *PLAN, "--zipf", -1.0, "--hot-rows", 1)
+    for option in ("--layer-time-us", "--layers", "--batch", "--columns", "--row-bytes", "--rows", "--tokens-per-step", "--start-us"):
+        refused(f"{option} is -1(.0)?, expected", *PLAN, option, -1)
+
+
+def test_columns_of_a_plan_stand_apart(run):
+    huge = ("--layer-time-us", 1e9, "--batch", 10**13, "--engram-layers", ",".join(map(str, range(1, 40))), "--zipf", 1, "--hot-rows", 9)
+    for words in ((), huge):
+        code, out, _ = run(*PLAN, *words)
+        lines = [line for line in out.splitlines() if line.startswith(("tier ", "device ", "nvme ", "dram ")) and ": " not in line]
+        assert code == 0 and len(lines) > 4
+        for line in lines:
+            assert len(re.split(r"  +", line)) in (4, 6, 7), line

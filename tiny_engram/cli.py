@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tiny_engram import __version__
 from tiny_engram.errors import TinyEngramError
@@ -36,6 +36,14 @@ TRAIN_HELP = {
     "validation_prompts": "prompts with {trigger}, drawn every --validation_steps steps",
     "report_to": "tensorboard or none",
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every error of the command; its verbs' parsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        line = message.replace("\n", " ")
+        self.exit(2, f"tiny-engram: {line}; see {self.prog} --help\n")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +90,7 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
+    parser = _Parser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
     parser.add_argument("--version", action="version", version=f"tiny-engram {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 

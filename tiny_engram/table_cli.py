@@ -4,6 +4,7 @@ Imports errors, and what a verb needs of table in the verb.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -11,6 +12,7 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,14 @@ def _row_range(text: str) -> tuple[int, int | None]:
     try:
         if not colon:
             raise ValueError
-        return int(first or 0), int(last) if last else None
+        rows = int(first or 0), int(last) if last else None
+        if rows[0] < 0:
+            raise ValueError
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no range of rows; write FIRST:LAST, the last not counted") from error
+    if rows[1] is not None and rows[1] <= rows[0]:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no row; write FIRST:LAST, the last not counted")
+    return rows
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -201,26 +208,50 @@ def _us(time_us: float) -> str:
     return f"{time_us:,.1f}" if time_us < 1000 else f"{time_us:,.0f}"
 
 
+@contextlib.contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors of the planner begin with the field's name: the user of the command knows the option."""
+    fields = ("layers", "engram_layers", "batch", "columns", "row_bytes", "rows", "unique_share", "start_us", "hot_rows")
+    options = {name: "--" + name.replace("_", "-") for name in fields}
+    options |= {"layer_us": "--layer-time-us", "tokens_per_sequence": "--tokens-per-step", "s": "--zipf"}
+    try:
+        yield
+    except TableError as error:
+        name, _, rest = str(error).partition(" is ")
+        if name not in options:
+            raise
+        raise TableError(f"{options[name]} is {rest}") from error
+
+
+def _columns(rows: Sequence[Sequence[str]], form: str) -> list[str]:
+    """Lines of a table, two blanks between its columns; ``form`` has "<" or ">" for each: on which side its words stand."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, form, widths, strict=True)).rstrip() for row in rows]
+
+
 def _plan(args: argparse.Namespace) -> int:
     from tiny_engram.table.budget import HotTier, Stack, plan
     from tiny_engram.table.tiers import DEFAULT_TIERS, load_tiers
 
     if (args.zipf is None) != (args.hot_rows is None):
         raise TableError(f"--zipf is {args.zipf} and --hot-rows {args.hot_rows}: expected both, or neither")
-    stack = Stack(
-        layers=args.layers,
-        layer_us=args.layer_time_us,
-        engram_layers=args.engram_layers,
-        batch=args.batch,
-        columns=args.columns,
-        row_bytes=args.row_bytes,
-        rows=args.rows,
-        tokens_per_sequence=args.tokens_per_step,
-        unique_share=args.unique_share,
-        start_us=args.start_us,
-    )
+    with _options_named():
+        stack = Stack(
+            layers=args.layers,
+            layer_us=args.layer_time_us,
+            engram_layers=args.engram_layers,
+            batch=args.batch,
+            columns=args.columns,
+            row_bytes=args.row_bytes,
+            rows=args.rows,
+            tokens_per_sequence=args.tokens_per_step,
+            unique_share=args.unique_share,
+            start_us=args.start_us,
+        )
+        hot = None if args.zipf is None else HotTier(s=args.zipf, rows=args.hot_rows)
     tiers = DEFAULT_TIERS if args.tiers is None else load_tiers(args.tiers, args.row_bytes)
-    found = plan(stack, tiers, None if args.zipf is None else HotTier(s=args.zipf, rows=args.hot_rows))
+    with _options_named():
+        found = plan(stack, tiers, hot)
     print(json.dumps(found, indent=1) if args.json else _shown(found))
     return 0
 
@@ -236,24 +267,24 @@ def _shown(found: dict[str, Any]) -> str:
         f"{demand['gb_per_s']:.3g} GB/s over a step" + (f", {inside:.3g} GB/s in the tightest window" if inside is not None else ""),
         f"tables: {_gib(found['table']['bytes_per_layer'])} per Engram layer, {_gib(found['table']['bytes'])} in all",
         "",
-        f"{'tier':<16}{'fetch us':>10}{'layers':>8}  {'hides before':<14}{'exposed us':>11}{'slower':>9}  table",
     ]
+    cells = [("tier", "fetch us", "layers", "hides before", "exposed us", "slower", "table")]
     for tier in found["tiers"]:
         hides = ",".join(map(str, tier["hides_behind"])) or "none"
         room = {None: "", True: "fits", False: "does not fit"}[tier["fits"]]
         slower = f"{tier['slowdown']:.2%}" if math.isfinite(tier["slowdown"]) else "-"
-        lines.append(
-            f"{tier['tier']:<16}{_us(tier['fetch_us']):>10}{tier['layers_needed']:>8}  {hides:<14}"
-            f"{_us(tier['exposed_us']):>11}{slower:>9}  {room}".rstrip()
-        )
+        needed = str(tier["layers_needed"])
+        cells.append((tier["tier"], _us(tier["fetch_us"]), needed, hides, _us(tier["exposed_us"]), slower, room))
+    lines += _columns(cells, "<>><>><")
     if hot := found.get("hot"):
         lines += [
             "",
             f"hot tier: {hot['rows']:,} rows of each table on the device ({_gib(hot['device_bytes'])}), "
             f"hit rate {hot['hit_rate']:.1%} at Zipf {hot['s']:g}",
-            f"{'tier':<16}{'fetch us':>10}{'exposed us':>21}{'saved us':>10}",
         ]
-        lines += [f"{t['tier']:<16}{_us(t['fetch_us']):>10}{_us(t['exposed_us']):>21}{_us(t['saved_us']):>10}" for t in hot["tiers"]]
+        cells = [("tier", "fetch us", "exposed us", "saved us")]
+        cells += [(t["tier"], *(_us(t[key]) for key in ("fetch_us", "exposed_us", "saved_us"))) for t in hot["tiers"]]
+        lines += _columns(cells, "<>>>")
     return "\n".join([*lines, "", *(f"{tier['tier']}: {tier['source']}" for tier in found["tiers"])])
 
 

@@ -154,7 +154,7 @@ def test_a_hot_tier():
         ({"batch": 0}, "batch is 0"),
         ({"unique_share": 1.5}, "unique_share is 1.5, expected at most 1"),
         ({"start_us": -3.0}, "start_us is -3.0"),
-        ({"engram_layers": ()}, "Engram layers are"),
+        ({"engram_layers": ()}, "engram_layers is"),
         ({"engram_layers": (14, 1)}, "ascending"),
         ({"engram_layers": (1, 40)}, "expected from 0 to 39"),
     ],

@@ -55,9 +55,9 @@ class Stack:
         if not 0 <= self.start_us <= MOST:
             raise TableError(f"start_us is {self.start_us}, expected 0 to {MOST:.0e}")
         if not self.engram_layers or sorted(set(self.engram_layers)) != list(self.engram_layers):
-            raise TableError(f"Engram layers are {str(list(self.engram_layers))[:60]}, expected some, ascending")
+            raise TableError(f"engram_layers is {str(list(self.engram_layers))[:60]}, expected some, ascending")
         if not 0 <= self.engram_layers[0] <= self.engram_layers[-1] < self.layers:
-            raise TableError(f"Engram layers are {str(list(self.engram_layers))[:60]}, expected from 0 to {self.layers - 1}")
+            raise TableError(f"engram_layers is {str(list(self.engram_layers))[:60]}, expected from 0 to {self.layers - 1}")
 
     @property
     def step_us(self) -> float:
@@ -91,6 +91,10 @@ class HotTier:
     s: float
     rows: int
 
+    def __post_init__(self):
+        if not 0 <= self.s <= 100:
+            raise TableError(f"s is {self.s}, expected 0 to 100")
+
 
 def harmonic(count: int, s: float) -> float:
     """The generalised harmonic number, the sum of k^-s for k in 1..count, to 12 digits for any count."""
@@ -110,7 +114,7 @@ def harmonic(count: int, s: float) -> float:
 def hit_rate(hot: HotTier, rows: int) -> float:
     """Expected share of reads that the hot rows serve, H_K(s) / H_N(s)."""
     if not 0 <= hot.rows <= rows:
-        raise TableError(f"{str(hot.rows)[:40]} hot rows, expected 0 to the table's {rows}")
+        raise TableError(f"hot_rows is {str(hot.rows)[:40]}, expected 0 to the table's {rows}")
     return harmonic(hot.rows, hot.s) / harmonic(rows, hot.s)
 
 
