@@ -7,11 +7,11 @@ Imports matplotlib and benchmarks/tables.py.
 
 from __future__ import annotations
 
-import json
+import sys
 from typing import Any
 
 import matplotlib
-from tables import RESULTS, ROOT
+from tables import ROOT, load
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -20,8 +20,15 @@ IMAGES = ROOT / "docs" / "images"
 COLOURS = {"forward": "#1b6ca8", "backward": "#c8553d", "zero_copy": "#1b6ca8", "cpu_gather": "#c8553d", "planner": "#222222"}
 
 
-def figures_of(name: str, section: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())["sections"][section]["figures"]
+def figures_of(name: str, section: str, key: str) -> list[dict[str, Any]]:
+    """Figures of one section of a result, by their name; ends the program with one line where they are not there."""
+    try:
+        report = load(name)
+        return report["sections"][section]["figures"][key]
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    except (KeyError, TypeError):
+        sys.exit(f"benchmarks/results/{name}.json: no figures {key!r} in section {section!r}; run the benchmark that writes them")
 
 
 def moved_mib(figure: dict[str, Any]) -> float:
@@ -33,7 +40,7 @@ def moved_mib(figure: dict[str, Any]) -> float:
 
 def draw_kernels() -> None:
     """The gate's share of the copy rate against the bytes that it moves."""
-    gate = figures_of("kernels", "gate")["gate"]
+    gate = figures_of("kernels", "gate", "gate")
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     for direction, target in (("forward", 80), ("backward", 70)):
         for copies, marker in ((4, "o"), (1, "x")):
@@ -50,7 +57,7 @@ def draw_kernels() -> None:
 
 def draw_host_lookup() -> None:
     """Time of a lookup in host memory against its rows, by path."""
-    lines = figures_of("table", "host_lookup_sweep")["record_16_gib"]
+    lines = figures_of("table", "host_lookup_sweep", "record_16_gib")
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     names = {"zero_copy": "read in place by the GPU", "cpu_gather": "gathered by the CPU, then copied", "planner": "the planner's choice"}
     rows = [line["rows"] for line in lines]

@@ -63,7 +63,9 @@ def _cell(value: object) -> str:
 
 def render(report: dict[str, Any], source: str) -> str:
     """The Markdown table of one result, with its note and a line that says where the figures come from."""
-    rows = report["table"]
+    rows = report.get("table")
+    if not rows:
+        raise ValueError(f"{source}: holds no 'table' of one or more rows; run the benchmark that writes it")
     heads = list(rows[0])
     wrong = [i for i, row in enumerate(rows) if list(row) != heads]
     if wrong:
@@ -79,14 +81,29 @@ def render(report: dict[str, Any], source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def load(name: str) -> dict[str, Any]:
+    """The result benchmarks/results/NAME.json.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or no JSON object; one line says what to do.
+    """
+    path = RESULTS / f"{name}.json"
+    try:
+        report = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no {path.relative_to(ROOT)}; run the benchmark that writes it") from error
+    except ValueError as error:
+        raise ValueError(f"{path.relative_to(ROOT)}: no JSON ({error}); run the benchmark that writes it") from error
+    if not isinstance(report, dict):
+        raise ValueError(f"{path.relative_to(ROOT)}: expected a JSON object; run the benchmark that writes it")
+    return report
+
+
 def fill_in(text: str) -> str:
     """`text` with every marked place replaced by the table of its result."""
 
     def replaced(match: re.Match[str]) -> str:
-        path = RESULTS / f"{match['name']}.json"
-        if not path.exists():
-            raise FileNotFoundError(f"table:{match['name']}: no {path.relative_to(ROOT)}; run the benchmark that writes it")
-        table = render(json.loads(path.read_text()), str(path.relative_to(ROOT)))
+        table = render(load(match["name"]), str((RESULTS / f"{match['name']}.json").relative_to(ROOT)))
         return f"{match[1]}{table}{match[4]}"
 
     return MARKED.sub(replaced, text)
@@ -96,11 +113,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
     for path in parser.parse_args().files:
-        text = path.read_text()
+        try:
+            text = path.read_text()
+            filled = fill_in(text)
+        except (OSError, ValueError) as error:
+            parser.exit(2, f"{path}: {error}\n")
         found = [match["name"] for match in MARKED.finditer(text)]
         if not found:
             parser.error(f"{path}: holds no '<!-- table:NAME -->' ... '<!-- /table:NAME -->'")
-        path.write_text(fill_in(text))
+        path.write_text(filled)
         print(f"{path}: {', '.join(found)}")
 
 

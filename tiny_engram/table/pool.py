@@ -54,12 +54,12 @@ def publish(
     checked_source(source)
     if source.rows < 1 or replicas < 1 or object_bytes < 1:
         raise TableError(f"{source.rows} rows, {replicas} replicas, objects of {object_bytes} B: expected 1 or more of each")
+    link = Link(config)  # before the digest, which takes its time: what the machine lacks is said at once
     object_bytes = min(object_bytes, config.staging_bytes)
     if digest is None:
         digest = table_digest(source.rows, source.head_dim, digest_blocks(source))
     manifest = Manifest.of(name, source.rows, source.head_dim, digest, object_bytes)
     check = RowCheck(digest, source.head_dim)
-    link = Link(config)
     started = time.monotonic()
 
     def ask(method: str, *arguments):

@@ -33,7 +33,7 @@ class PoolConfig:
     Attributes:
         master: "HOST:PORT" of mooncake_master.
         local_host: this machine's address, as the stores reach it.
-        protocol: "tcp" or "rdma".
+        protocol: "tcp" or "rdma", which needs a device in /sys/class/infiniband.
         rdma_devices: for "rdma", names separated by commas; empty lets the engine choose.
         staging_bytes: memory that rows arrive in; larger lookups are read in turns. It lends nothing to the pool.
         timeout_ms: the longest that a lookup waits, a new connection included.
@@ -66,6 +66,15 @@ class PoolConfig:
             raise TableError(f"pool staging_bytes {self.staging_bytes}: expected 65,536 or more, whole pages of {mmap.PAGESIZE}")
 
 
+def _check_rdma(wanted: str, folder: Path = Path("/sys/class/infiniband")) -> None:
+    """Raises TableError where the machine has no RDMA device, or not those (names separated by commas)."""
+    there = sorted(os.listdir(folder)) if folder.is_dir() else []
+    missing = [name for name in wanted.split(",") if name and name not in there]
+    if missing or not there:
+        what = f"RDMA devices {missing}" if missing else "any RDMA device"
+        raise TableError(f"pool protocol 'rdma': this machine lacks {what}, {folder} has {there}; mend rdma_devices, or use protocol='tcp'")
+
+
 class LinkError(Exception):
     """The pool did not do what was asked; ``kind`` is "unreachable", "import", "timeout", "missing" or "engine"."""
 
@@ -83,6 +92,9 @@ class Link:
     """
 
     def __init__(self, config: PoolConfig):
+        """Raises TableError: "rdma" on a machine without such a device, where the engine would take another way and not say so."""
+        if config.protocol == "rdma":
+            _check_rdma(config.rdma_devices)
         self.config = config
         self.generation = 0
         self._process: subprocess.Popen[bytes] | None = None
