@@ -1,6 +1,7 @@
 """What lookups cost: curves, crossing points, defaults, and the measurement kept on disk."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,15 +67,18 @@ def test_the_crossing_is_where_the_choice_changes():
 
 def test_defaults_say_what_was_measured():
     large, small = default_costs(264, 16 * GIB), default_costs(264, GIB)
-    assert large.choose(1024) == "zero_copy" and large.choose(16_384) == "cpu_gather"
-    assert large.zero_copy.us(32_768) == pytest.approx((490 * 2 + 1970) / 3, rel=0.01)  # on the line between two measured points
-    assert large.cpu_gather.us(262_144) == pytest.approx(1481, rel=0.01)  # 262,144 x 264 B at 52 GB/s, and 150 us
-    assert default_costs(1024, 16 * GIB).zero_copy.us(16_384) == 980.0
+    results = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "table.json").read_text())
+    for line in results["sections"]["host_lookup_sweep"]["figures"]["record_16_gib"]:
+        if line["rows"] >= 16_384:  # below, the calls cost more than the rows, and one run's differ from the next one's
+            assert large.zero_copy.us(line["rows"]) == pytest.approx(line["us"]["zero_copy"], rel=0.05)
+            assert large.cpu_gather.us(line["rows"]) == pytest.approx(line["us"]["cpu_gather"], rel=0.05)
+        assert line["us"][large.choose(line["rows"])] <= 1.1 * min(line["us"]["zero_copy"], line["us"]["cpu_gather"])
+    assert default_costs(1024, 16 * GIB).zero_copy.us(16_384) == 2 * large.zero_copy.us(16_384)
     assert small.crossing() > 1.5 * large.crossing()
 
 
 def test_both_shares_of_a_lookup_are_ready_at_once():
-    costs = default_costs(264, 16 * GIB)
+    costs = LookupCosts(zero_copy=Curve(((1, 1.0), (10, 10.0))), cpu_gather=Curve(((1, 0.15), (10, 1.5))), deduplicate=MADE.deduplicate)
     share = costs.share_in_place(262_144)
     assert costs.zero_copy.us(262_144 * share) == pytest.approx(costs.cpu_gather.us(262_144 * (1 - share)), rel=0.01)
     assert 0.1 < share < 0.2 and default_costs(264, GIB).share_in_place(262_144) == pytest.approx(0.2)
@@ -86,7 +90,7 @@ def test_duplicates_are_looked_for_where_that_pays():
     costs = default_costs(264, 16 * GIB)
     assert not costs.deduplicates(262_144, 1.0) and costs.deduplicates(262_144, 0.3)
     assert not costs.deduplicates(2048, 0.3)
-    assert costs.cpu_gather_us(262_144, 0.3) < 0.7 * costs.cpu_gather_us(262_144) == 0.7 * costs.cpu_gather.us(262_144)
+    assert costs.cpu_gather_us(262_144, 0.1) < 0.7 * costs.cpu_gather_us(262_144) == 0.7 * costs.cpu_gather.us(262_144)
 
 
 def test_explanation_names_both_times_and_the_choice():

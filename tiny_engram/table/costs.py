@@ -141,20 +141,20 @@ _CURVES = ("zero_copy", "cpu_gather", "deduplicate")
 
 
 def default_costs(row_bytes: int, table_bytes: int) -> LookupCosts:
-    """Costs where nothing was measured: those of one H200 with 16 CPU cores and PCIe gen5 x16, for ids not read before.
+    """Costs where nothing was measured: those of one H200 with PCIe gen5 x16, in a virtual machine, for ids not read before.
 
-    Reading in place takes some 30 ns a row of up to 512 B, since each row is an address to translate, and 11 ns where the table
-    has 1 GiB or less. The CPU's path starts at 150 us (ids to the host, the first chunk's gather, a launch), then runs at the
-    speed of the copy, 52 GB/s; it is the one of the native gather.
+    Called eagerly, by wall clock, with the native gather's 16 threads (benchmarks/results/table.json). Few rows cost the calls; then
+    reading in place takes some 34 ns a row of up to 512 B, since each row is an address to translate, and 11 ns where the table has
+    1 GiB or less; the CPU's path takes 8 ns a row of 264 B. Finding distinct ids was timed at 262,144; for fewer it is assumed.
     """
-    wide = max(1.0, row_bytes / 512)
-    large = ((64, 24.0), (1024, 45.0), (16_384, 490.0 * wide), (65_536, 1970.0 * wide), (262_144, 8200.0 * wide))
-    small = ((64, 24.0), (1024, 26.0), (65_536, 720.0 * wide))
-    copied = row_bytes / 52e3  # us a row
+    wide, copied = max(1.0, row_bytes / 512), row_bytes / 264
+    large = ((1024, 165.0), (4096, 192.0), (16_384, 529.0 * wide), (65_536, 2383.0 * wide), (262_144, 9031.0 * wide))
+    small = ((1024, 120.0), (4096, 143.0), (16_384, 266.0 * wide), (65_536, 783.0 * wide), (262_144, 2933.0 * wide))
+    by_cpu = ((4096, 600.0), (16_384, 625.0 * copied), (65_536, 1171.0 * copied), (262_144, 2361.0 * copied), (1 << 20, 8277.0 * copied))
     return LookupCosts(
         zero_copy=Curve(small if table_bytes <= 1 << 30 else large),
-        cpu_gather=Curve(tuple((rows, 150.0 + copied * rows) for rows in (256, 262_144))),
-        deduplicate=Curve(((1024, 60.0), (1 << 20, 300.0))),
+        cpu_gather=Curve(by_cpu),
+        deduplicate=Curve(((1024, 165.0), (262_144, 493.0))),
     )
 
 
