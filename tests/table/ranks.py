@@ -178,8 +178,7 @@ def main():
     names, rank, world, folder = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=20))
     torch.save({name: SCENARIOS[name](rank, world, folder) for name in names}, folder / f"{rank}.pt")
-    if "dead_rank" not in names:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
