@@ -1,0 +1,83 @@
+"""What a method is to the bench: the trainable state of many runs at once, and how it enters the frozen pipeline.
+
+Runs of one method are stacked: every parameter has the shape `[runs, ...]`, and each row of a batch says whose values it
+takes. A run's values depend on its own rows alone, so that a run alone and the same run among forty others give the same
+numbers (up to the rounding of batched products).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from benchmarks.personalization.runs import Run
+
+if TYPE_CHECKING:
+    from benchmarks.personalization.base import Base
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch of prompts as one method sees them.
+
+    Attributes:
+        ids: int64 `[batch, 77]`, on the device.
+        states: the untouched encoder's last hidden states of those ids, `[batch, 77, width]`.
+        run: int64 `[batch, slots]`, on the device: which run fills each slot of the prompt (a prompt of two subjects has
+            two slots), -1 for none. Methods without an address (LoRA) apply all runs of a row to the whole row.
+        spans: where the triggers stand: (row, slot, start, length); no position twice.
+    """
+
+    ids: torch.Tensor
+    states: torch.Tensor
+    run: torch.Tensor
+    spans: tuple[tuple[int, int, int, int], ...]
+
+
+class Adapters(nn.Module):
+    """The trainable state of `runs` of one method; parameters are float32 `[runs, ...]`.
+
+    Attributes:
+        vectors: positions that a trigger takes in the prompt; None for the trigger's own number of tokens.
+        stackable: False for a method that trains the base's own weights: it holds one run at a time.
+        rate_factors: parameter name -> factor of the run's learning rate (1 where it is not named).
+        weight_decay: AdamW's. ema_decay: of the values that are drawn and saved; 0 takes the last ones.
+        schedule: "constant" or "cosine", over the whole training.
+    """
+
+    vectors: int | None = None
+    stackable: bool = True
+    rate_factors: Mapping[str, float] = {}
+    weight_decay: float = 0.0
+    ema_decay: float = 0.0
+    schedule: str = "constant"
+
+    def __init__(self, base: Base, runs: Sequence[Run]) -> None:
+        super().__init__()
+        self.runs = tuple(runs)
+
+    def states(self, base: Base, rows: Rows) -> torch.Tensor:
+        """What the denoiser is given, `[batch, 77, width]`; the encoder's untouched states unless a method says otherwise."""
+        return rows.states
+
+    @contextmanager
+    def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
+        """Inside, `base.unet` runs with these runs in it, on a batch laid out as `rows`, given `states`."""
+        yield
+
+    def values(self, run: int) -> dict[str, torch.Tensor]:
+        """What a file of one run holds, on the CPU, in the dtypes it ships in."""
+        return {name: p[run].detach().half().cpu() for name, p in self.named_parameters()}
+
+    def payload(self, run: int) -> int:
+        """Bytes of one run as shipped, without headers."""
+        return sum(t.numel() * t.element_size() for t in self.values(run).values())
+
+    def trainable(self) -> int:
+        """Trainable values of one run."""
+        return sum(p[0].numel() for p in self.parameters())
