@@ -5,6 +5,7 @@ placeholder `{trigger}`. Run `sprites.py` and `renders.py` first. Needs numpy an
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from sprites import SIZE, resample
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 PICTURES = 5
 EMOJI = ("octopus", "unicorn", "lobster", "snowman")
+# Of one drawing, the pictures that show it flipped left to right.
+MIRRORED = frozenset({1, 3})
 # Of the twelve views around each, those that show its face, or its handle.
 RENDERS = {
     "duck": (0, 5, 7, 9, 11),
@@ -26,6 +29,7 @@ RENDERS = {
 }
 # Nearer than this in RGB to a colour that much of the subject has, a background would swallow it.
 CLEAR = 120
+SWALLOWED_MOST = 0.25
 
 
 def compose(sprite: np.ndarray, colour: str, scale: float, at: tuple[float, float]) -> np.ndarray:
@@ -40,13 +44,17 @@ def compose(sprite: np.ndarray, colour: str, scale: float, at: tuple[float, floa
     return np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
-def backgrounds(rng: np.random.Generator, sprites: np.ndarray) -> list[str]:
-    """Five different colours on which the subject stands out."""
+def swallowed(sprites: np.ndarray) -> dict[str, float]:
+    """For each colour, the share 0..1 of the pixels of `sprites` (uint8 [..., 4]) that such a background would swallow."""
     seen = sprites[sprites[..., 3] > 128][:, :3].astype(np.float32)
-    swallowed = {
-        name: float((np.linalg.norm(seen - np.array(rgb), axis=1) < CLEAR).mean()) for name, rgb in COLOURS.items()
-    }
-    clear = [name for name in COLOURS if swallowed[name] < 0.25]
+    return {name: float((np.linalg.norm(seen - np.array(rgb), axis=1) < CLEAR).mean()) for name, rgb in COLOURS.items()}
+
+
+def backgrounds(rng: np.random.Generator, sprites: np.ndarray) -> list[str]:
+    """Five different colours on which the subject stands out, as well as colours can: an owl has few that are its own."""
+    shares = swallowed(sprites)
+    best = sorted(shares, key=shares.__getitem__)[:PICTURES]
+    clear = [name for name in COLOURS if shares[name] < SWALLOWED_MOST or name in best]
     return [clear[i] for i in rng.permutation(len(clear))[:PICTURES]]
 
 
@@ -58,18 +66,24 @@ def say(rng: np.random.Generator, colour: str) -> str:
             return text
 
 
-def write(name: str, sprites: list[np.ndarray], mirrored: frozenset[int]) -> None:
-    """One example folder from five sprites; those at the `mirrored` places are flipped left to right."""
+def pictures(name: str, sprites: list[np.ndarray], mirrored: frozenset[int]) -> Iterator[tuple[np.ndarray, str, str]]:
+    """(picture, colour, caption) for each of five sprites; those at the `mirrored` places are flipped left to right."""
     rng = np.random.default_rng([ord(letter) for letter in name])
-    folder = FOLDER / name.replace(" ", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
     for i, (sprite, colour) in enumerate(zip(sprites, backgrounds(rng, np.stack(sprites)), strict=True)):
         turned = sprite[:, ::-1] if i in mirrored else sprite
         picture = compose(turned, colour, rng.uniform(0.66, 0.92), tuple(rng.uniform(0.2, 0.8, 2)))
+        yield picture, colour, say(rng, colour)
+
+
+def write(name: str, sprites: list[np.ndarray], mirrored: frozenset[int]) -> None:
+    """One example folder of five pictures."""
+    folder = FOLDER / name.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i, (picture, _, text) in enumerate(pictures(name, sprites, mirrored)):
         file = f"{i}.png"
         Image.fromarray(picture).save(folder / file, optimize=True)
-        lines.append(json.dumps({"file_name": file, "text": say(rng, colour)}))
+        lines.append(json.dumps({"file_name": file, "text": text}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
     print(f"{name}: {sum(p.stat().st_size for p in folder.iterdir()) / 1e3:.0f} kB")
 
@@ -78,7 +92,7 @@ def main() -> None:
     names = [entry["name"] for entry in json.loads((sources.BUILD / "names.json").read_text())]
     emoji = np.load(sources.BUILD / "sprites.npz")["rgba"]
     for name in EMOJI:
-        write(name, [emoji[names.index(name), 0]] * PICTURES, frozenset({1, 3}))
+        write(name, [emoji[names.index(name), 0]] * PICTURES, MIRRORED)
     renders = np.load(sources.BUILD / "renders.npz")
     taken = renders["names"].tolist()
     for name, shown in RENDERS.items():

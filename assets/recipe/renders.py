@@ -1,7 +1,7 @@
 """Makes renders.npz: pybullet's sample objects, twelve views each, cut out like the emoji.
 
 These are subjects the base models have never seen in any form: they serve as several-view subjects to teach, and as
-a test of the autoencoder outside its training pictures. Ducks and mugs come in four look-alikes each, the same shape
+a test of the autoencoder outside its training pictures. Ducks and mugs come in four and five look-alikes, the same shape
 in another coat, for telling one subject of a class from another. Needs numpy, Pillow and pybullet.
 """
 
@@ -44,7 +44,7 @@ MUG, DUCK = "objects/mug.urdf", "duck_vhacd.urdf"
 UPRIGHT = (90, 0, 0)
 WHITE = (1, 1, 1, 1)
 MODELS = (
-    # two classes of four look-alikes
+    # two classes of look-alikes
     Model(name="duck", urdf=DUCK, turn=UPRIGHT),
     Model(name="blue duck", urdf=DUCK, turn=UPRIGHT, tint=WHITE, texture="duckCM.png", hue=160),
     Model(name="green duck", urdf=DUCK, turn=UPRIGHT, tint=WHITE, texture="duckCM.png", hue=75),
@@ -66,6 +66,8 @@ MODELS = (
     Model(name="wooden block", urdf="jenga/jenga.urdf"),
     Model(name="rover", urdf="husky/husky.urdf"),
     Model(name="walker", urdf="quadruped/minitaur_rainbow_dash_v1.urdf"),
+    # a fifth mug, last: the places of the others stay what they were
+    Model(name="yellow mug", urdf=MUG, tint=(0.95, 0.8, 0.12, 1), azimuth=60),
 )
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import resvg_py
 from PIL import Image
 
 import sources
@@ -115,6 +114,9 @@ class Drawings:
             )
         else:
             svg = self.openmoji[code].read_text()
+        # Here and not above: who imports this module for its picture arithmetic needs no SVG renderer.
+        import resvg_py
+
         png = resvg_py.svg_to_bytes(svg_string=svg, width=RENDER, height=RENDER)
         return Image.open(io.BytesIO(bytes(png)))
 
