@@ -153,8 +153,9 @@ SDXL = {
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
 }
 _SD35 = {"attention_head_dim": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 2048, "in_channels": 16, "qk_norm": "rms_norm"}
-SD35_MEDIUM = _SD35 | {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "dual_attention_layers": tuple(range(13))}
-SD35_LARGE = _SD35 | {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "dual_attention_layers": ()}
+_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "dual_attention_layers": tuple(range(13))}
+_LARGE = {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "dual_attention_layers": ()}
+SD35_MEDIUM, SD35_LARGE = _SD35 | _MEDIUM, _SD35 | _LARGE
 EMBEDDED = {
     "block_out_channels": (96, 192),
     "layers_per_block": 1,
