@@ -1,10 +1,40 @@
 """The methods that are compared, by name. A method's module names `Base` in annotations only: base.py imports this package."""
 
+from benchmarks.personalization.methods.full import Full
+from benchmarks.personalization.methods.inversion import InversionOne, InversionTrigger
+from benchmarks.personalization.methods.lora import LoraBoth8, LoraText4, LoraText8, LoraUnet4, LoraUnet8
 from benchmarks.personalization.methods.method import Adapters, Rows
 
 __all__ = ["LABELS", "METHODS", "RATES", "Adapters", "Rows"]
 
-METHODS: dict[str, type[Adapters]] = {}
+METHODS: dict[str, type[Adapters]] = {
+    "inversion-1": InversionOne,
+    "inversion-t": InversionTrigger,
+    "lora-unet-r4": LoraUnet4,
+    "lora-unet-r8": LoraUnet8,
+    "lora-text-r4": LoraText4,
+    "lora-text-r8": LoraText8,
+    "lora-both-r8": LoraBoth8,
+    "full": Full,
+}
 # Published default learning rates; the sweep takes 0.1, 0.32, 1, 3.2 and 10 times each.
-RATES: dict[str, float] = {}
-LABELS: dict[str, str] = {}
+RATES: dict[str, float] = {
+    "inversion-1": 5e-4,
+    "inversion-t": 5e-4,
+    "lora-unet-r4": 1e-4,
+    "lora-unet-r8": 1e-4,
+    "lora-text-r4": 1e-4,
+    "lora-text-r8": 1e-4,
+    "lora-both-r8": 1e-4,
+    "full": 5e-6,
+}
+LABELS: dict[str, str] = {
+    "inversion-1": "Textual inversion, 1 vector",
+    "inversion-t": "Textual inversion, 1 vector a token",
+    "lora-unet-r4": "LoRA r4, denoiser",
+    "lora-unet-r8": "LoRA r8, denoiser",
+    "lora-text-r4": "LoRA r4, text encoder",
+    "lora-text-r8": "LoRA r8, text encoder",
+    "lora-both-r8": "LoRA r8, denoiser and text encoder",
+    "full": "Full fine-tuning of the denoiser",
+}

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,6 +39,40 @@ class Rows:
     run: torch.Tensor
     spans: tuple[tuple[int, int, int, int], ...]
 
+    def part(self, first: int, last: int) -> Rows:
+        """Rows `first` up to but not including `last`."""
+        spans = tuple((row - first, slot, start, length) for row, slot, start, length in self.spans if first <= row < last)
+        return Rows(self.ids[first:last], self.states[first:last], self.run[first:last], spans)
+
+    def joined(self, other: Rows) -> Rows:
+        """These rows, then the other's, which have as many slots."""
+        moved = tuple((row + len(self.ids), slot, start, length) for row, slot, start, length in other.spans)
+        ids, states, run = (torch.cat(pair) for pair in ((self.ids, other.ids), (self.states, other.states), (self.run, other.run)))
+        return Rows(ids, states, run, self.spans + moved)
+
+    def positions(self) -> Positions:
+        """Every position that a span covers, in the order of the spans."""
+        spans = np.asarray(self.spans, np.int64).reshape(-1, 4)
+        row, slot, start, length = (np.repeat(column, spans[:, 3]) for column in spans.T)
+        offset = np.arange(len(row)) - np.repeat(spans[:, 3].cumsum() - spans[:, 3], spans[:, 3])
+        laid = to_device(torch.from_numpy(np.stack([row, start + offset, offset, slot])), self.ids.device)
+        return Positions(laid[0], laid[1], laid[2], self.run[laid[0], laid[3]])
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Positions in a batch, int64 `[positions]` each on its device: row, place in the prompt, offset in the span, and the run there."""
+
+    row: torch.Tensor
+    place: torch.Tensor
+    offset: torch.Tensor
+    run: torch.Tensor
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a CPU tensor on `device`, without waiting for what the device is doing."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
 
 class Adapters(nn.Module):
     """The trainable state of `runs` of one method; parameters are float32 `[runs, ...]`.
@@ -47,7 +82,8 @@ class Adapters(nn.Module):
         stackable: False for a method that trains the base's own weights: it holds one run at a time.
         rate_factors: parameter name -> factor of the run's learning rate (1 where it is not named).
         weight_decay: AdamW's. ema_decay: of the values that are drawn and saved; 0 takes the last ones.
-        schedule: "constant" or "cosine", over the whole training.
+        schedule: "constant" or "cosine", over the whole training. warmup: steps in which the rate rises to its full height.
+        betas: AdamW's.
     """
 
     vectors: int | None = None
@@ -56,6 +92,8 @@ class Adapters(nn.Module):
     weight_decay: float = 0.0
     ema_decay: float = 0.0
     schedule: str = "constant"
+    warmup: int = 0
+    betas: tuple[float, float] = (0.9, 0.999)
 
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__()

@@ -1,0 +1,152 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on the attention of the denoiser, of the text encoder, or of both.
+
+Set up as diffusers' scripts do with peft: `LoraConfig(r, lora_alpha=r, init_lora_weights="gaussian")` on to_q, to_k, to_v and
+to_out.0 of every attention of the UNet, and on q_proj, k_proj, v_proj and out_proj of the text encoder; AdamW, weight decay
+1e-2, a constant rate. Written as hooks, so that many runs share a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from benchmarks.personalization.methods.method import Adapters, Rows
+from benchmarks.personalization.runs import Run
+
+if TYPE_CHECKING:
+    from benchmarks.personalization.base import Base
+
+__all__ = ["TARGETS", "Lora", "LoraBoth8", "LoraText4", "LoraText8", "LoraUnet4", "LoraUnet8"]
+
+# Part of the pipeline -> how the names of its adapted Linear modules end.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "unet": ("to_q", "to_k", "to_v", "to_out.0"),
+    "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One adapted module: where it is, its widths, and where its factors lie in a run's values."""
+
+    part: str
+    name: str
+    inputs: int
+    outputs: int
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        """Values of A and of B."""
+        return rank * self.inputs, self.outputs * rank
+
+
+class Lora(Adapters):
+    """`factors` `[runs, values]`: for each target A `[rank, inputs]`, then B `[outputs, rank]`.
+
+    One matrix for all targets, since a batch then gathers its rows' factors, and sums their gradients, in one go.
+    """
+
+    rank: int
+    parts: tuple[str, ...]
+    weight_decay = 1e-2
+
+    def __init__(self, base: Base, runs: Sequence[Run]) -> None:
+        super().__init__(base, runs)
+        self.targets = tuple(
+            _Target(part, name, module.in_features, module.out_features)
+            for part in self.parts
+            for name, module in getattr(base, part).named_modules()
+            if name.endswith(TARGETS[part]) and isinstance(module, nn.Linear)
+        )
+        self.factors = nn.Parameter(torch.stack([self._start(run.seed) for run in self.runs]).to(base.device))
+
+    def _start(self, seed: int) -> torch.Tensor:
+        """A normal with deviation 1 / rank, B zero, as peft's "gaussian" has it; equal for all runs of a seed."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        pieces = []
+        for target in self.targets:
+            down, up = target.sizes(self.rank)
+            pieces += [torch.randn(down, generator=generator) / self.rank, torch.zeros(up)]
+        return torch.cat(pieces)
+
+    def _gathered(self, rows: Rows) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+        """(part, module) -> A `[batch, slots * rank, inputs]` and B `[batch, outputs, slots * rank]` of each row."""
+        batch, slots = rows.run.shape
+        factors = self.factors.index_select(0, rows.run.clamp(min=0).flatten()).view(batch, slots, -1)
+        # zeros rather than a product with 0: a run that diverged must not reach rows that it has no part in
+        factors = factors.masked_fill((rows.run < 0)[:, :, None], 0.0)
+        pieces = factors.split([size for target in self.targets for size in target.sizes(self.rank)], 2)
+        found = {}
+        for target, down, up in zip(self.targets, pieces[::2], pieces[1::2], strict=True):
+            a = down.reshape(batch, slots * self.rank, target.inputs)
+            b = up.view(batch, slots, target.outputs, self.rank).transpose(1, 2).reshape(batch, target.outputs, slots * self.rank)
+            found[target.part, target.name] = a, b
+        return found
+
+    @contextmanager
+    def _hooked(self, base: Base, part: str, rows: Rows) -> Iterator[None]:
+        """Inside, this part of the pipeline runs with the factors of `rows` in it."""
+        gathered = self._gathered(rows)
+        with ExitStack() as stack:
+            for name, module in getattr(base, part).named_modules():
+                if (part, name) in gathered:
+                    stack.callback(module.register_forward_hook(_Product(*gathered[part, name])).remove)
+            yield
+
+    def states(self, base: Base, rows: Rows) -> torch.Tensor:
+        if "text_encoder" not in self.parts:
+            return rows.states
+        with self._hooked(base, "text_encoder", rows):
+            return base.text_encoder(rows.ids)[0]
+
+    @contextmanager
+    def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
+        if "unet" not in self.parts:
+            yield
+            return
+        with self._hooked(base, "unet", rows):
+            yield
+
+    def values(self, run: int) -> dict[str, torch.Tensor]:
+        """float16 under the names that `pipe.load_lora_weights` reads."""
+        pieces = self.factors[run].detach().half().cpu().split([s for t in self.targets for s in t.sizes(self.rank)])
+        found = {}
+        for target, down, up in zip(self.targets, pieces[::2], pieces[1::2], strict=True):
+            name = f"{target.part}.{target.name}"
+            found[f"{name}.lora_A.weight"] = down.view(self.rank, target.inputs).clone()
+            found[f"{name}.lora_B.weight"] = up.view(target.outputs, self.rank).clone()
+        return found
+
+
+class _Product:
+    """A forward hook that adds x A^T B^T, with factors of their own for each row of the batch."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a, self.b = a.transpose(1, 2), b.transpose(1, 2)
+
+    def __call__(self, _module: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        return out + (args[0] @ self.a) @ self.b
+
+
+class LoraUnet4(Lora):
+    rank, parts = 4, ("unet",)
+
+
+class LoraUnet8(Lora):
+    rank, parts = 8, ("unet",)
+
+
+class LoraText4(Lora):
+    rank, parts = 4, ("text_encoder",)
+
+
+class LoraText8(Lora):
+    rank, parts = 8, ("text_encoder",)
+
+
+class LoraBoth8(Lora):
+    rank, parts = 8, ("unet", "text_encoder")
