@@ -1,0 +1,74 @@
+"""What the bench's tests share: the embedded base itself, and subjects of a few painted pixels to teach it."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# `benchmarks` is imported as a namespace from the root; what lies in the two other folders is run as scripts there.
+for folder in (ROOT, ROOT / "assets" / "recipe", ROOT / "benchmarks"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def painted(name: str, trigger: str, class_word: str) -> SimpleNamespace:
+    """What training reads of a subject."""
+    return SimpleNamespace(name=name, trigger=trigger, class_word=class_word)
+
+
+def pictures(seed: int, count: int = 5, captions: int = 3) -> list[SimpleNamespace]:
+    """Discs on plain grounds, each with captions of its own."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:128, :128]
+    made = []
+    for i in range(count):
+        inside = (x - rng.integers(40, 90)) ** 2 + (y - 64) ** 2 < rng.integers(25, 45) ** 2
+        image = np.where(inside[..., None], rng.integers(0, 256, 3), rng.integers(0, 256, 3)).astype(np.uint8)
+        texts = tuple(f"a {{0}}, picture {i} said {way} times" for way in range(2, 2 + captions))
+        made.append(SimpleNamespace(image=image, captions=texts))
+    return made
+
+
+@pytest.fixture(scope="session")
+def subjects() -> dict[str, SimpleNamespace]:
+    given = (("disc", "rugo-bin", "ball"), ("spot", "mofo-kin", "hot air balloon"), ("dot", "zaki-lun", "tomato"))
+    return {name: painted(name, *words) for name, *words in given}
+
+
+@pytest.fixture(scope="session")
+def shown() -> list[SimpleNamespace]:
+    """Two pictures with captions."""
+    return pictures(3, count=2)
+
+
+@pytest.fixture(scope="session")
+def base(subjects):
+    """The embedded base on the CPU, shared: a test that changes it must put it back."""
+    from benchmarks.personalization.base import Base
+
+    loaded = Base.load()
+    loaded.subjects = subjects
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def taught(base, subjects) -> dict:
+    from benchmarks.personalization.base import Taught
+
+    return {name: Taught.of(base, subject, pictures(i)) for i, (name, subject) in enumerate(subjects.items())}
+
+
+@pytest.fixture(scope="session")
+def run():
+    """A run of a method, by default gentle enough that a few steps do not blow it up."""
+    from benchmarks.personalization.methods import RATES
+    from benchmarks.personalization.runs import Run
+
+    def make(method: str, subject: str = "disc", seed: int = 0, factor: float = 1.0, **options) -> Run:
+        rate = RATES.get(method, 1e-3) * factor
+        return Run(method=method, subject=subject, seed=seed, learning_rate=rate, options=tuple(sorted(options.items())))
+
+    return make
