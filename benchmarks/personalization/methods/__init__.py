@@ -1,9 +1,12 @@
 """The methods that are compared, by name. A method's module names `Base` in annotations only: base.py imports this package."""
 
+from benchmarks.personalization.methods.controls import TRAINED
 from benchmarks.personalization.methods.full import Full
 from benchmarks.personalization.methods.inversion import InversionOne, InversionTrigger
 from benchmarks.personalization.methods.lora import LoraBoth8, LoraText4, LoraText8, LoraUnet4, LoraUnet8
 from benchmarks.personalization.methods.method import Adapters, Rows
+from benchmarks.personalization.methods.ours import Ours
+from benchmarks.personalization.methods.published import AfterTinyEngram, AfterVEngram
 
 __all__ = ["LABELS", "METHODS", "RATES", "Adapters", "Rows"]
 
@@ -16,6 +19,10 @@ METHODS: dict[str, type[Adapters]] = {
     "lora-text-r8": LoraText8,
     "lora-both-r8": LoraBoth8,
     "full": Full,
+    "after-tiny-engram": AfterTinyEngram,
+    "after-v-engram": AfterVEngram,
+    "ours": Ours,
+    **TRAINED,
 }
 # Published default learning rates; the sweep takes 0.1, 0.32, 1, 3.2 and 10 times each.
 RATES: dict[str, float] = {
@@ -27,6 +34,10 @@ RATES: dict[str, float] = {
     "lora-text-r8": 1e-4,
     "lora-both-r8": 1e-4,
     "full": 5e-6,
+    "after-tiny-engram": 1e-3,
+    "after-v-engram": 5e-4,
+    "ours": 1e-2,
+    **dict.fromkeys(TRAINED, 1e-2),
 }
 LABELS: dict[str, str] = {
     "inversion-1": "Textual inversion, 1 vector",
@@ -37,4 +48,16 @@ LABELS: dict[str, str] = {
     "lora-text-r8": "LoRA r8, text encoder",
     "lora-both-r8": "LoRA r8, denoiser and text encoder",
     "full": "Full fine-tuning of the denoiser",
+    "after-tiny-engram": "After Tiny-Engram",
+    "after-v-engram": "After V-Engram",
+    "ours": "Ours",
+    "ours-gate-fixed": "Ours, gate fixed at 1/2",
+    "ours-gate-removed": "Ours, no gate",
+    "ours-no-fp8": "Ours, rows not quantised",
+    "ours-trainable-basis": "Ours, projections trained too",
+    "ours-gates-only": "Ours, rows frozen, gates trained",
+    "ours-donor": "Ours, another concept's rows",
+    "ours-shuffled": "Ours, rows shuffled",
+    "ours-random": "Ours, random rows of equal norm",
+    "ours-off": "Ours, table off",
 }

@@ -1,0 +1,110 @@
+"""Rows that start at the class word, in closed form: where a mount stands, they move the trigger's states to those that its class word
+has in the same sentences, as far as bound and gate let them.
+
+The basis has orthonormal rows, so the rows of a value are its product with the transpose. The gate depends on the rows' direction
+and on the state; a few rounds settle it. Averaged over carrier sentences by least squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from benchmarks.personalization.methods.spans import Places, encoder_with
+from tiny_engram.kernels.fixed_basis import fixed_basis
+from tiny_engram.kernels.span_residual import span_residual
+from tiny_engram.residual import span_mean_norm
+
+if TYPE_CHECKING:
+    from benchmarks.personalization.base import Base
+    from benchmarks.personalization.methods.ours import Ours
+
+__all__ = ["CARRIERS", "fit_class"]
+
+CARRIERS = (
+    "a {0}",
+    "a 3d {0} on a white background",
+    "flat {0}, blue background",
+    "an outlined {0} on a gray background",
+    "a picture of a {0}, 3d style, red background",
+    "a 3d {0} next to a ball on a green background",
+)
+ROUNDS = 8
+
+
+@torch.no_grad()
+def fit_class(ours: Ours, base: Base) -> None:
+    """Set the rows of every mount in turn, each given those before it; with `init` "zero" the locked keys alone."""
+    options = ours.options
+    subjects = [base.subject(run.subject) for run in ours.runs]
+    texts = list(CARRIERS) * len(subjects)
+    run = torch.arange(len(subjects)).repeat_interleave(len(CARRIERS))[:, None]
+    triggers, classes = (
+        base.rows(texts, [(word,) for word in words for _ in CARRIERS], run)
+        for words in ([s.trigger for s in subjects], [s.class_word for s in subjects])
+    )
+    places = ours.places(triggers)
+    # The last token of a word is the one that has read it whole: last goes to last, and what is left over to the first.
+    target_time = [
+        start + max(0, step - trigger_length + length)
+        for (_, _, start, length), (_, _, _, trigger_length) in zip(classes.spans, triggers.spans, strict=True)
+        for step in range(trigger_length)
+    ]
+    last = torch.tensor([step == n - 1 for n in places.length for step in range(n)], device=base.device)
+    chosen = last if options.init == "class-last" else torch.ones_like(last)
+
+    for kind in options.kinds:
+        if options.init == "zero" and not (kind == "key" and options.key_lock):
+            continue
+        if kind in options.deep:
+            before = ours.deep_changes(places, options.deep[: options.deep.index(kind)])
+            here, there = (_inside(base, rows.ids, kind, changes) for rows, changes in ((triggers, before), (classes, {})))
+        else:
+            # The span's own rows are still zero when it is fitted, and add nothing.
+            here, there = ours.states(base, triggers), classes.states
+        h = here[places.batch, places.time].float()
+        target = there[places.batch, torch.tensor(target_time, device=base.device)].float()
+        _solve(ours, kind, places, h, target - h, chosen)
+
+
+def _inside(base: Base, ids: torch.Tensor, kind: str, changes: dict[str, Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
+    """What the mount `kind` inside the encoder reads, with the changes of those before it."""
+    seen: list[torch.Tensor] = []
+
+    def record(states: torch.Tensor) -> torch.Tensor:
+        seen.append(states)
+        return states
+
+    encoder_with(base.text_encoder, ids, {**changes, kind: record})
+    return seen[0]
+
+
+def _solve(ours: Ours, kind: str, places: Places, h: torch.Tensor, delta: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Rows whose residual is nearest to `delta` `[N, width]` over the carriers of each run and position, for all sets of a mount kind."""
+    rows = ours.held("rows", kind)
+    runs, _, positions, kept, head_dim = rows.shape
+    inputs = torch.eye(ours.columns * head_dim, device=h.device)
+    key_basis, value_basis = (fixed_basis(inputs, width=ours.width, seed=seed)[: kept * head_dim] for seed in (0, 1))
+    gain, bias = (ours.held(name, kind)[places.run, 0, places.position] for name in ("gain", "bias"))
+    scale, norm = ours.get_buffer(f"rho_{kind}")[places.run], span_mean_norm(h, torch.tensor(places.length))
+    one, own = torch.ones_like(scale), places.run * positions + places.position
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(runs * positions, *x.shape[1:], device=h.device).index_add_(0, own, x)
+
+    gate, best = torch.full_like(scale, 0.5), torch.zeros(runs * positions, kept * head_dim, device=h.device)
+    for _ in range(ROUNDS):
+        step = scale * norm * gate
+        value = summed(step[:, None] * delta) / summed(step * step).clamp(min=1e-12)[:, None]
+        best = value @ value_basis.T
+        reached = best @ value_basis
+        if ours.options.norm == "bounded":  # beyond the bound, length says nothing and its gradient is gone
+            best = best / reached.norm(dim=1, keepdim=True).clamp(min=1.0)
+        # The residual of a unit value with scale and norm one is the gate itself.
+        unit = functional.normalize(reached)[own]
+        gate = span_residual(h, (best @ key_basis)[own], unit, gain=gain, bias=bias, scale=one, mean_norm=one).norm(dim=1)
+    fitted = best * summed(chosen.float()[:, None]).clamp(max=1.0)
+    rows.copy_(fitted.view(runs, 1, positions, kept, head_dim).expand_as(rows))

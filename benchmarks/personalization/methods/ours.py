@@ -1,0 +1,274 @@
+"""Our method: a few quantised rows for each position of the trigger, added where the denoiser reads it.
+
+At every mount a position owns `columns` rows of 32 values. A fixed basis turns them into a key, which a gate compares with the
+state that stands there, and a value, which is added, bounded by a share of the span's own norm: `tiny_engram.residual`, which
+serving calls too. Whatever does not fire keeps its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.personalization.methods.class_fit import fit_class
+from benchmarks.personalization.methods.method import Adapters, Rows
+from benchmarks.personalization.methods.ours_options import Options
+from benchmarks.personalization.methods.spans import Places, context_inputs, encoder_with, hooked, moved
+from benchmarks.personalization.runs import Run
+from tiny_engram.concept import Concept
+from tiny_engram.config import ConceptConfig
+from tiny_engram.kernels.fixed_basis import fixed_basis
+from tiny_engram.quantization import fake_quantize, quantize
+from tiny_engram.tokenizer import CompressedTokenizer
+from tiny_engram.triggers import compile_trigger, without_added_tokens
+
+if TYPE_CHECKING:
+    from benchmarks.personalization.base import Base
+
+__all__ = ["ROLE", "Ours"]
+
+ROLE = "clip_l"
+CONFIG = ConceptConfig()
+# What the gate computes with: (gain, bias). The last is one to the last bit of a float32 sigmoid.
+GATES: dict[str, tuple[float, float]] = {"learned": (1.0, 0.0), "start": (1.0, 0.0), "fixed": (0.0, 0.0), "removed": (0.0, 40.0)}
+
+
+class Ours(Adapters):
+    """Rows of many runs. `preset` holds a method's own options, which `Run.options` go over; see `ours_options.Options`.
+
+    Attributes:
+        strength: factor of every residual; 0 leaves the base as it is.
+        positions: that each run's trigger takes; a stack holds room for the most.
+        columns: rows that the basis reads at each position; `kept` of them are held, the others are zero.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, base: Base, runs: Sequence[Run]) -> None:
+        super().__init__(base, runs)
+        each = Options.of_stack(runs, self.preset)
+        self.options = options = each[0]
+        self.ema_decay, self.schedule, self.betas = options.ema, options.schedule, (0.9, options.beta2)
+        self.strength = 1.0
+        self.positions = [len(base.word_ids(base.subject(run.subject).trigger)) for run in runs]
+        self.width = base.width
+        self.columns = (CONFIG.max_ngram - 1) * CONFIG.heads_at(base.width)
+        self.kept = options.columns or self.columns
+        if self.kept > self.columns:
+            raise ValueError(f"columns is {self.kept}; expected at most {self.columns} at width {base.width}")
+        layers = base.text_encoder.config.num_hidden_layers
+        for kind in options.deep:
+            if kind != "input" and int(kind.removeprefix("layer-")) >= layers:
+                raise ValueError(f"mount {kind} of an encoder with {layers} layers; expected layer-0 to layer-{layers - 1}")
+        self.groups = _groups(base, options.share)
+        self._timesteps: int = base.scheduler.config.num_train_timesteps
+
+        self.rows, self.gain, self.bias = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        count, most = len(runs), max(self.positions)
+        for kind in options.kinds:
+            rows = torch.zeros(count, self.sets(kind), most, self.kept, CONFIG.head_dim, device=base.device)
+            self._hold("rows", kind, rows, frozen=kind == "key" and options.key_lock)
+            rho = torch.tensor([o.rho_of(kind) for o in each], dtype=torch.float32, device=base.device)
+            self.register_buffer(f"rho_{kind}", rho)
+        for kind in ("shared",) if options.gate_shared else options.kinds:
+            shape = (count, 1 if options.gate_shared else self.sets(kind), most)
+            for name, value in zip(("gain", "bias"), GATES[options.gate], strict=True):
+                self._hold(name, kind, torch.full(shape, value, device=base.device), frozen=options.gate != "learned")
+        self.rate_factors = {
+            name: options.deep_rate if name.removeprefix("rows.") in options.deep else 1.0 if name[:5] == "rows." else options.gate_rate
+            for name, _ in self.named_parameters()
+        }
+        self._start(base)
+
+    def _start(self, base: Base) -> None:
+        """Set the rows that do not start at zero."""
+        if self.options.init != "zero" or self.options.key_lock:
+            fit_class(self, base)
+
+    def _hold(self, name: str, kind: str, tensor: torch.Tensor, *, frozen: bool) -> None:
+        if frozen:
+            self.register_buffer(f"{name}_{kind}", tensor)
+        else:
+            getattr(self, name)[kind] = nn.Parameter(tensor)
+
+    def held(self, name: str, kind: str) -> torch.Tensor:
+        """Of a mount kind, trained or not: "rows" `[runs, sets, positions, kept, 32]`, "gain" and "bias" `[runs, sets or 1, positions]`."""
+        kind = "shared" if name != "rows" and self.options.gate_shared else kind
+        return getattr(self, name)[kind] if kind in getattr(self, name) else getattr(self, f"{name}_{kind}")
+
+    def sets(self, kind: str) -> int:
+        """Sets of rows at a mount kind: one, or groups of cross-attentions times bands, group by group."""
+        return (max(self.groups) + 1) * self.options.bands if kind in self.options.context else 1
+
+    # -- the arithmetic ------------------------------------------------------------------------------------------------------
+
+    def _gathered(self, kind: str, places: Places, band: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Rows `[groups, N, kept, 32]`, gain, bias and scale `[groups, N]` at the fired positions, in each position's band."""
+        bands = self.options.bands if kind in self.options.context else 1
+        at = torch.zeros_like(places.run) if band is None else band
+        rows = self.held("rows", kind)
+        rows = (fake_quantize(rows) if self.options.quantise else rows).unflatten(1, (-1, bands))
+        picked = rows[places.run, :, at, places.position].transpose(0, 1)
+        gates = []
+        for name in ("gain", "bias"):
+            gate = self.held(name, kind)
+            gate = gate.expand(-1, self.sets(kind), -1).unflatten(1, (-1, bands))
+            gates.append(gate[places.run, :, at, places.position].transpose(0, 1))
+        scale = (self.strength * self.get_buffer(f"rho_{kind}"))[places.run].expand(picked.shape[0], -1)
+        return picked, *gates, scale
+
+    def _moved(self, here: torch.Tensor, places: Places, kinds: Sequence[str], band: torch.Tensor | None = None) -> torch.Tensor:
+        """States `[N, width]` with what each set of these mount kinds adds, alone: `[sets of all kinds, N, width]`."""
+        parts = zip(*(self._gathered(kind, places, band) for kind in kinds), strict=True)
+        rows, gain, bias, scale = (torch.cat(part) for part in parts)
+        if self.options.norm == "plain":
+            e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
+            value = fixed_basis(e, width=self.width, seed=2 * CONFIG.basis_seed + 1)
+            scale = scale * value.square().sum(-1).clamp(min=1.0).sqrt()  # takes the bound out again
+        return self.arithmetic(here, places, rows, gain, bias, scale)
+
+    def arithmetic(
+        self, here: torch.Tensor, places: Places, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """`spans.moved` with this method's basis."""
+        return moved(here, places, rows, gain, bias, scale, columns=self.columns, basis_seed=CONFIG.basis_seed)
+
+    def deep_changes(self, places: Places, kinds: Sequence[str]) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        """What these mounts do inside an encoder that runs the fired rows of a batch alone; for `spans.encoder_with`."""
+
+        def change(kind: str, states: torch.Tensor) -> torch.Tensor:
+            new = self._moved(states[places.within, places.time], places, (kind,))[0]
+            return states.index_put((places.within, places.time), new)
+
+        return {kind: lambda states, kind=kind: change(kind, states) for kind in kinds}
+
+    def places(self, rows: Rows) -> Places:
+        return Places.of(rows, max(self.positions))
+
+    def states(self, base: Base, rows: Rows) -> torch.Tensor:
+        """The encoder's states, moved inside it and at the spans of the last one; rows without a span keep their bits."""
+        places, states = self.places(rows), rows.states
+        if not len(places) or self.strength == 0:
+            return states
+        if self.options.deep:
+            new = encoder_with(base.text_encoder, rows.ids[places.rows], self.deep_changes(places, self.options.deep))
+            states = states.index_put((places.rows,), new.to(states.dtype))
+        if "span" in self.options.kinds:
+            new = self._moved(states[places.batch, places.time], places, ("span",))[0]
+            states = states.index_put((places.batch, places.time), new)
+        return states
+
+    @contextmanager
+    def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
+        places, kinds = self.places(rows), self.options.context
+        if not len(places) or self.strength == 0 or not kinds:
+            yield
+            return
+        here = states[places.batch, places.time]
+        groups = max(self.groups) + 1
+        now: dict[str, torch.Tensor] = {}
+
+        def read(timestep: torch.Tensor | None) -> None:
+            """Compute what all projections read; `timestep` of each row, or of all, where rows differ by it."""
+            band = None
+            if timestep is not None:
+                share = timestep.to(here.device).expand(len(rows.ids)) * self.options.bands / self._timesteps
+                band = share.long().clamp(max=self.options.bands - 1)[places.batch]
+            moved_by = self._moved(here, places, kinds, band)
+            now.update(zip(kinds, moved_by.split(groups), strict=True))
+
+        def put(kind: str, group: int, x: torch.Tensor) -> torch.Tensor:
+            if len(x) != len(rows.ids):
+                raise ValueError(f"the denoiser reads {len(x)} rows, but the runs were attached for {len(rows.ids)}")
+            return x.index_put((places.batch, places.time), now[kind][group].to(x.dtype))
+
+        hooks = context_inputs(
+            [
+                (getattr(module, "to_k" if kind == "key" else "to_v"), lambda x, kind=kind, group=group: put(kind, group, x))
+                for kind in kinds
+                for group, (_, module) in zip(self.groups, base.cross_attentions, strict=True)
+            ]
+        )
+        if self.options.bands > 1:
+            hooks.append((base.unet, lambda _module, args, kwargs: read(torch.as_tensor(_timestep(args, kwargs))), True))
+        else:
+            read(None)
+        with hooked(hooks):
+            yield
+
+    # -- what is shipped -----------------------------------------------------------------------------------------------------
+
+    def values(self, run: int) -> dict[str, torch.Tensor]:
+        """Per mount kind, as a concept's file holds them: payload e4m3 `[sets, positions, kept, 32]`, scale uint8, gates float32."""
+        own, found = self.positions[run], {}
+        for kind in self.options.kinds:
+            rows = self.held("rows", kind)[run, :, :own].detach().cpu()
+            if self.options.quantise:
+                found[f"{kind}.payload"], found[f"{kind}.scale"] = quantize(rows)
+            else:
+                found[f"{kind}.rows"] = rows.half()
+        for kind in ("shared",) if self.options.gate_shared else self.options.kinds:
+            for name in ("gain", "bias"):
+                found[f"{kind}.{name}"] = self.held(name, kind)[run, :, :own].detach().cpu()
+        return found
+
+    def mounts(self) -> dict[str, tuple[str, int]]:
+        """Mount name as the product spells it -> (kind, set). Raises ValueError for what no concept file can say."""
+        options = self.options
+        for name, bad in {"mounts": bool(options.deep), "bands": options.bands > 1, "norm": options.norm == "plain"}.items():
+            if bad:
+                raise ValueError(f"{name} is {getattr(options, name)!r}, which a concept file does not hold; draw such a run by the bench")
+        if not options.quantise:
+            raise ValueError("quantise is False, but a concept file holds quantised rows; draw such a run by the bench")
+        found: dict[str, tuple[str, int]] = {"span": ("span", 0)} if "span" in options.kinds else {}
+        for kind in options.context:
+            found |= {f"context.{i}.{kind}": (kind, group) for i, group in enumerate(self.groups)}
+        return found
+
+    def concept(self, base: Base, run: int) -> Concept:
+        """One run as the product's concept, for `pipe.load_concept`; shared rows and gates are written out at each of their mounts."""
+        subject, mounts = base.subject(self.runs[run].subject), self.mounts()
+        compressed = CompressedTokenizer(without_added_tokens(base.tokenizer), pad_id=base.tokenizer.pad_token_id)
+        compiled = compile_trigger(subject.trigger, base.tokenizer, (), compressed=compressed)
+        if compiled.positions != self.positions[run]:
+            raise ValueError(f"trigger {subject.trigger!r} has {compiled.positions} positions, expected {self.positions[run]}")
+        made = Concept.new(
+            {ROLE: compiled},
+            widths={ROLE: base.width},
+            fingerprints={ROLE: compressed.fingerprint},
+            mounts={ROLE: tuple(mounts)},
+            name=subject.name,
+            config=CONFIG,
+        )
+        for mount, (kind, at) in mounts.items():
+            rows = self.held("rows", kind)[run, at, : compiled.positions]
+            rows = functional.pad(rows, (0, 0, 0, self.columns - self.kept))
+            gain, bias = (self.held(n, kind)[run, 0 if self.options.gate_shared else at, : compiled.positions] for n in ("gain", "bias"))
+            rho = float(self.get_buffer(f"rho_{kind}")[run])
+            made = made.with_rows(ROLE, rows.detach(), gain.detach(), bias.detach(), mount=mount, rho=rho)
+        return made
+
+
+def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The denoiser's timestep, however it was passed."""
+    return args[1] if len(args) > 1 else kwargs["timestep"]
+
+
+def _groups(base: Base, share: str) -> list[int]:
+    """The set of context rows that each cross-attention reads, in their order."""
+    if share == "none":
+        return list(range(len(base.cross_attentions)))
+    if share == "all":
+        return [0] * len(base.cross_attentions)
+    names = {module: name for name, module in base.unet.named_modules()}
+    labels = []
+    for _, module in base.cross_attentions:
+        attention: Any = module
+        labels.append(names[module].split("_")[0] if share == "stage" else str(attention.to_k.out_features))
+    order = list(dict.fromkeys(labels))
+    return [order.index(label) for label in labels]

@@ -1,0 +1,151 @@
+"""Where concepts stand in a batch, and what their rows do there: shared by the methods that have an address.
+
+The arithmetic is the product's own, `tiny_engram.residual.apply_spans`, called once for all mounts that read the same states.
+Imports numpy, torch, tiny_engram and the shape of a method's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.personalization.methods.method import Rows, to_device
+from tiny_engram.residual import Spans, apply_spans
+
+__all__ = ["Places", "context_inputs", "encoder_with", "moved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The N fired positions of a batch, span by span.
+
+    Attributes:
+        batch, time: int64 `[N]`, on the device: row of the batch and token.
+        position: int64 `[N]`, on the device: place within the span, which is the concept's row position.
+        run: int64 `[N]`, on the device: whose rows stand there.
+        rows: int64, on the device: the rows of the batch in which something fires, in order.
+        within: int64 `[N]`, on the device: which of those each position lies in.
+        length: tokens of each span.
+    """
+
+    batch: torch.Tensor
+    time: torch.Tensor
+    position: torch.Tensor
+    run: torch.Tensor
+    rows: torch.Tensor
+    within: torch.Tensor
+    length: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Rows, positions: int) -> Places:
+        """Where the spans of `rows` are, each of at most `positions` tokens.
+
+        Raises:
+            ValueError: a span is longer than the concepts have positions.
+        """
+        longest = max((span[3] for span in rows.spans), default=0)
+        if longest > positions:
+            raise ValueError(f"a span of {longest} tokens, but these runs hold rows for {positions} positions; teach one trigger per run")
+        at = rows.positions()
+        fired = to_device(torch.tensor(sorted({span[0] for span in rows.spans}), dtype=torch.int64), rows.ids.device)
+        within = torch.searchsorted(fired, at.row)
+        return cls(at.row, at.place, at.offset, at.run, fired, within, tuple(span[3] for span in rows.spans))
+
+    def __len__(self) -> int:
+        return sum(self.length)
+
+    def line(self, copies: int) -> Spans:
+        """The same spans with nothing between them, in `copies` rows: of `[copies, N, width]` states."""
+        length = np.tile(np.array(self.length, dtype=np.int64), copies)
+        start = np.cumsum(self.length) - self.length
+        table = (np.repeat(np.arange(copies), len(self.length)), np.tile(start, copies), length, np.zeros_like(length))
+        return Spans(*(torch.from_numpy(np.asarray(column, dtype=np.int64)) for column in table))
+
+
+def moved(
+    here: torch.Tensor,
+    places: Places,
+    rows: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    columns: int,
+    basis_seed: int = 0,
+) -> torch.Tensor:
+    """The states of all fired positions with the residual of several mounts, each alone, added.
+
+    Args:
+        here: `[N, width]`, the states of `places`.
+        rows: float32 `[mounts, N, columns or fewer, head_dim]`; missing columns are zero.
+        gain, bias, scale: float32 `[mounts, N]`; scale is strength * rho.
+        columns: that the basis reads.
+
+    Returns:
+        `[mounts, N, width]` in the type of `here`, the bits that `apply_spans` gives for each mount and span alone.
+    """
+    mounts = rows.shape[0]
+    rows = functional.pad(rows, (0, 0, 0, columns - rows.shape[2]))
+    return apply_spans(
+        here.expand(mounts, -1, -1),
+        places.line(mounts),
+        rows.flatten(0, 1),
+        gain.flatten(),
+        bias.flatten(),
+        scale.flatten(),
+        basis_seed=basis_seed,
+    )
+
+
+@contextmanager
+def hooked(hooks: list[tuple[nn.Module, Callable[..., Any], bool]]) -> Iterator[None]:
+    """Inside, each module has its hook: (module, hook, before it runs). Keyword arguments are passed as well."""
+    handles = []
+    try:
+        for module, hook, before in hooks:
+            put = module.register_forward_pre_hook if before else module.register_forward_hook
+            handles.append(put(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def context_inputs(
+    projections: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]],
+) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
+    """Hooks that put `change(states)` in place of what each projection reads."""
+
+    def hook(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+        return lambda _module, args, kwargs: ((change(args[0]), *args[1:]), kwargs)
+
+    return [(module, hook(change), True) for module, change in projections]
+
+
+def encoder_with(
+    encoder: nn.Module,
+    ids: torch.Tensor,
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """Last hidden states `[batch, time, width]` of an encoder whose states are changed on their way.
+
+    `changes`: "input" is given the token embeddings (without their positions), "layer-k" what encoder layer k reads; each
+    returns them changed, `[batch, time, width]`. Differentiable.
+    """
+    layers: Any = encoder.get_submodule("encoder.layers")
+    hooks: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+    for place, change in changes.items():
+        if place == "input":
+            embedding = encoder.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+            hooks.append((embedding, lambda _m, _a, _k, out, change=change: change(out), False))
+        else:
+            hooks += context_inputs([(layers[int(place.removeprefix("layer-"))], change)])
+    with hooked(hooks):
+        return encoder(ids)[0]
