@@ -1,0 +1,396 @@
+"""What the comparison runs, in which stages, and the one rule that picks a learning rate. Imports runs and the registry of methods.
+
+A *stage* is a list of *pieces*; a piece is one method's runs that are trained together, small enough to be done in
+minutes and never done twice. All choosing happens on the development subjects; the final ones are taught once, at rates
+that the results file already holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from benchmarks.personalization.methods import LABELS, METHODS, RATES
+from benchmarks.personalization.runs import Run
+
+__all__ = [
+    "FULL",
+    "REDUCED",
+    "RULE",
+    "STAGES",
+    "Piece",
+    "PlanError",
+    "Settings",
+    "Subjects",
+    "base",
+    "best_lora",
+    "choose",
+    "costs",
+    "final",
+    "is_control",
+    "levers",
+    "methods",
+    "reduced",
+    "selection_score",
+    "sweep",
+]
+
+# Raised by hand when a change of the bench, of a judge or of a method changes figures: pieces of another version are run again.
+VERSION = 1
+METHOD_VERSIONS: dict[str, int] = {}
+
+STAGES = ("base", "sweep", "methods", "levers", "final", "costs")
+RATE_FACTORS = (0.1, 0.32, 1.0, 3.2, 10.0)
+OURS = "ours"
+# In the final table beside ours and the best LoRA on the development subjects.
+FINAL = ("inversion-t", "lora-unet-r8", "after-tiny-engram", "after-v-engram")
+REDUCED_METHODS = ("inversion-t", "lora-unet-r8", OURS)
+SEEDS = (0, 1, 2)
+# Identity is always judged among so many subjects, on the development subjects too: known ones fill up.
+CHOICES = 15
+RULE = (
+    "the learning rate with the highest mean, over the development subjects, of half concept fidelity (mean of the best-reference "
+    "similarities by EfficientNet and by LPIPS over the nine contexts) and half prompt fidelity (mean over those that ask for something)"
+)
+
+
+class PlanError(ValueError):
+    """A stage that cannot or may not be run as asked; one line that says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is equal for all methods.
+
+    Attributes:
+        steps: of training. main: the step whose pictures the tables are about. checkpoints: where pictures are drawn.
+        batch: pictures per training step and run.
+        samples: pictures per prompt at `main`; between: at the other checkpoints; pair: per prompt of two subjects.
+        drawing_steps, guidance: of the pipeline. tf32: whether a CUDA device may round the factors of products.
+    """
+
+    steps: int = 400
+    main: int = 300
+    checkpoints: tuple[int, ...] = (25, 50, 100, 200, 300, 400)
+    batch: int = 8
+    samples: int = 4
+    between: int = 2
+    pair: int = 2
+    drawing_steps: int = 25
+    guidance: float = 4.0
+    tf32: bool = True
+
+    def __post_init__(self) -> None:
+        if sorted(set(self.checkpoints)) != list(self.checkpoints) or self.main not in self.checkpoints:
+            raise PlanError(f"checkpoints {self.checkpoints}: expected rising steps that hold the main one, {self.main}")
+        if self.checkpoints[0] < 1 or self.checkpoints[-1] > self.steps:
+            raise PlanError(f"checkpoints {self.checkpoints}: expected steps from 1 to {self.steps}")
+
+
+FULL = Settings()
+REDUCED = Settings(steps=120, main=120, checkpoints=(120,), batch=4, samples=2, between=2, pair=2, drawing_steps=15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subjects:
+    """Names of the subjects of each split, in their order, and which of the known ones have which part."""
+
+    development: tuple[str, ...]
+    final: tuple[str, ...]
+    known: tuple[str, ...]
+
+    def gallery(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The subjects among which the identity of `names` is judged: they, and known ones up to fifteen."""
+        filling = [name for name in self.known if name not in names]
+        return (*names, *filling[: max(0, CHOICES - len(names))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One method's runs that are trained and drawn together.
+
+    Attributes:
+        kind: "teach", or "known" (the base draws names it knows), "judges" (their accuracy, ceilings), "costs".
+        label: the method's name in tables; a lever's own.
+        draw_at: checkpoints at which all runs are drawn. between_seeds: the runs that are drawn at checkpoints other than
+            the main one, by seed. pairs: whether pairs of the subjects of one seed are drawn at the main step.
+        controls: ways to draw ours spoilt, at the main step (methods/controls.py).
+        gallery: names among which identity is judged. keep: whether pictures for contact sheets and concept files are kept.
+    """
+
+    stage: str
+    kind: str
+    method: str
+    label: str
+    runs: tuple[Run, ...]
+    settings: Settings
+    gallery: tuple[str, ...]
+    draw_at: tuple[int, ...] = ()
+    between_seeds: tuple[int, ...] = ()
+    pairs: bool = False
+    controls: tuple[str, ...] = ()
+    keep: bool = True
+
+    def described(self) -> dict[str, Any]:
+        """Everything that decides the piece's figures, beside the weights and the subjects' pictures; JSON values."""
+        versions = {"version": VERSION, "method_version": METHOD_VERSIONS.get(self.method, 1)}
+        return json.loads(json.dumps(asdict(self) | versions))
+
+    def key(self, inputs: str) -> str:
+        """16 hex digits that name the piece's file; `inputs` is the digest of weights and pictures."""
+        return hashlib.sha256(json.dumps([self.described(), inputs], sort_keys=True).encode()).hexdigest()[:16]
+
+    def cells(self) -> set[str]:
+        """What a later piece of the same stage, method and label replaces: subject, seed, and the rate where several are tried."""
+        if not self.runs:
+            return {self.kind}
+        rated = self.stage in ("sweep", "levers")
+        return {f"{run.subject}/{run.seed}" + (f"/{run.learning_rate:g}" if rated else "") for run in self.runs}
+
+    def work(self) -> float:
+        """How much there is to do, in rows through the denoiser; a row of training counts three times."""
+        from benchmarks.personalization.prompts import CONTEXTS
+
+        s, count = self.settings, len(self.runs)
+        if self.kind == "known":
+            return len(self.gallery) * (len(CONTEXTS) * s.samples + (len(self.gallery) - 1) / 2 * s.pair) * s.drawing_steps * 2
+        if self.kind == "judges":
+            return 30_000
+        pictures = 0
+        for step in self.draw_at:
+            seeds = [run for run in self.runs if step == s.main or run.seed in self.between_seeds]
+            pictures += len(seeds) * len(CONTEXTS) * (s.samples if step == s.main else s.between)
+        pictures *= 1 + len(self.controls)
+        if self.pairs:
+            for seed in {run.seed for run in self.runs}:
+                same = sum(run.seed == seed for run in self.runs)
+                pictures += same * (same - 1) // 2 * s.pair * (1 + len(self.controls))
+        return count * s.steps * s.batch * 3 + pictures * s.drawing_steps * 2 + (6_000 if self.kind == "costs" else 0)
+
+    def title(self) -> str:
+        """For progress lines."""
+        runs = f", {len(self.runs)} run{'s' * (len(self.runs) != 1)}" if self.runs else ""
+        return f"{self.stage}: {self.label} ({self.kind}{runs})"
+
+
+def is_control(method: str) -> bool:
+    """A variant of ours that shows what a part of it is worth; it is taught at ours' rate."""
+    return method.startswith(f"{OURS}-")
+
+
+def _known(method: str) -> str:
+    if method not in METHODS:
+        raise PlanError(f"method {method!r} is not known; expected one of {', '.join(METHODS)}")
+    return method
+
+
+def _check(stage: str, wanted: Iterable[str], subjects: Subjects) -> tuple[str, ...]:
+    """The names, if `stage` may teach them: final subjects are for the final stage alone."""
+    names = tuple(wanted)
+    allowed = subjects.final if stage == "final" else subjects.development
+    for name in names:
+        if name not in allowed:
+            split = "final" if name in subjects.final else "known" if name in subjects.known else "unknown"
+            raise PlanError(f"stage {stage} may not teach {name!r}, a subject of the split {split!r}; it takes {', '.join(allowed)}")
+    return names
+
+
+def _split(piece: Piece) -> list[Piece]:
+    """One piece a run for methods that hold one at a time: they train the base's own weights, so no pairs either."""
+    if METHODS[piece.method].stackable:
+        return [piece]
+    return [replace(piece, runs=(run,), pairs=False) for run in piece.runs]
+
+
+def sweep(subjects: Subjects, settings: Settings, *, only: Sequence[str] = (), teach: Sequence[str] = ()) -> list[Piece]:
+    """Every method at five learning rates on the development subjects, one seed, drawn at the main step."""
+    names = _check("sweep", teach or subjects.development, subjects)
+    pieces = []
+    for method in [_known(m) for m in only or METHODS if not is_control(m)]:
+        rates = [float(f"{factor * RATES[method]:.6g}") for factor in RATE_FACTORS]
+        runs = tuple(Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for rate in rates for name in names)
+        pieces += _split(
+            Piece(
+                stage="sweep", kind="teach", method=method, label=LABELS[method], runs=runs, settings=settings,
+                gallery=subjects.gallery(names), draw_at=(settings.main,), keep=False,
+            )
+        )  # fmt: skip
+    return pieces
+
+
+def _rate(method: str, rates: Mapping[str, float], stage: str) -> float:
+    source = OURS if is_control(method) else method
+    if source not in rates:
+        raise PlanError(f"stage {stage}: no learning rate was chosen for {source}; run the stage sweep, and merge its pieces, first")
+    return rates[source]
+
+
+def methods(
+    subjects: Subjects,
+    settings: Settings,
+    rates: Mapping[str, float],
+    *,
+    only: Sequence[str] = (),
+    teach: Sequence[str] = (),
+    drawn_controls: Sequence[str] = (),
+) -> list[Piece]:
+    """Every method and every control at its best rate on the development subjects, one seed, drawn at all checkpoints."""
+    names = _check("methods", teach or subjects.development, subjects)
+    pieces = []
+    for method in [_known(m) for m in only or METHODS]:
+        rate = _rate(method, rates, "methods")
+        runs = tuple(Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for name in names)
+        pieces += _split(
+            Piece(
+                stage="methods", kind="teach", method=method, label=LABELS[method], runs=runs, settings=settings,
+                gallery=subjects.gallery(names), pairs=True,
+                draw_at=(settings.main,) if is_control(method) else settings.checkpoints, between_seeds=(SEEDS[0],),
+                controls=tuple(drawn_controls) if method == OURS else (),
+            )
+        )  # fmt: skip
+    return pieces
+
+
+def levers(
+    subjects: Subjects,
+    settings: Settings,
+    rates: Mapping[str, float],
+    variants: Sequence[Mapping[str, Any]],
+    *,
+    teach: Sequence[str] = (),
+) -> list[Piece]:
+    """Variants of ours on the development subjects, each at ours' chosen rate unless it names its own.
+
+    A variant is {"label": str, "options": {...}} and may hold "learning_rates": [...] or "factors": [...] of the published
+    default, and "method" where it is not ours that varies.
+    """
+    names = _check("levers", teach or subjects.development, subjects)
+    pieces, seen = [], set()
+    for variant in variants:
+        unknown = set(variant) - {"label", "options", "learning_rates", "factors", "method"}
+        label = variant.get("label")
+        if unknown or not isinstance(label, str) or not label or label in seen:
+            raise PlanError(
+                f"variant {dict(variant)!r}: expected a label of its own, options, and if wanted method and learning_rates or factors"
+            )
+        seen.add(label)
+        method = _known(variant.get("method", OURS))
+        tried = list(variant.get("learning_rates", ())) + [float(f"{f * RATES[method]:.6g}") for f in variant.get("factors", ())]
+        options = tuple(sorted((name, _frozen(value)) for name, value in variant.get("options", {}).items()))
+        runs = tuple(
+            Run(method=method, subject=name, seed=SEEDS[0], learning_rate=float(rate), options=options)
+            for rate in tried or [_rate(method, rates, "levers")]
+            for name in names
+        )
+        pieces += _split(
+            Piece(
+                stage="levers", kind="teach", method=method, label=label, runs=runs, settings=settings,
+                gallery=subjects.gallery(names), pairs=len(tried) < 2, draw_at=(settings.main,),
+            )
+        )  # fmt: skip
+    return pieces
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down: options are part of a run, which is hashable."""
+    if isinstance(value, Mapping):
+        return tuple((name, _frozen(entry)) for name, entry in sorted(value.items()))
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def final(
+    subjects: Subjects, settings: Settings, rates: Mapping[str, float], lora: str | None, *, only: Sequence[str] = ()
+) -> list[Piece]:
+    """The methods of the final table on the final subjects, three seeds, all pairs; `lora` is the best one on the development subjects."""
+    names = _check("final", subjects.final, subjects)
+    if lora is None:
+        raise PlanError("stage final: the best LoRA is not known; run the stage sweep for the methods lora-*, and merge its pieces, first")
+    wanted = [m for m in dict.fromkeys((*FINAL, lora, OURS)) if not only or m in only]
+    pieces = []
+    for method in [_known(m) for m in wanted]:
+        rate = _rate(method, rates, "final")
+        runs = tuple(Run(method=method, subject=name, seed=seed, learning_rate=rate) for seed in SEEDS for name in names)
+        pieces += _split(
+            Piece(
+                stage="final", kind="teach", method=method, label=LABELS[method], runs=runs, settings=settings,
+                gallery=subjects.gallery(names), pairs=True, draw_at=settings.checkpoints, between_seeds=(SEEDS[0],),
+            )
+        )  # fmt: skip
+    return pieces
+
+
+def reduced(
+    subjects: Subjects, settings: Settings, rates: Mapping[str, float], *, only: Sequence[str] = (), teach: Sequence[str] = ()
+) -> list[Piece]:
+    """The stage `methods` for a CPU: three methods on two development subjects, one piece a method."""
+    names = tuple(teach or subjects.development[:2])
+    return methods(subjects, settings, rates, only=only or REDUCED_METHODS, teach=names)
+
+
+def base(subjects: Subjects, settings: Settings) -> list[Piece]:
+    """What the base and the judges can do at all: names the base knows, alone and in pairs, and real pictures."""
+    common: dict[str, Any] = {"stage": "base", "method": "base", "runs": (), "settings": settings, "gallery": subjects.known}
+    return [
+        Piece(kind="judges", label="judges", keep=False, **common),
+        Piece(kind="known", label="base, known names", pairs=True, **common),
+    ]
+
+
+def costs(subjects: Subjects, settings: Settings, rates: Mapping[str, float], *, only: Sequence[str] = ()) -> list[Piece]:
+    """Every method alone on the machine: one run of the first development subject."""
+    pieces = []
+    for method in [_known(m) for m in only or METHODS if only or not is_control(m)]:
+        run = Run(method=method, subject=subjects.development[0], seed=SEEDS[0], learning_rate=_rate(method, rates, "costs"))
+        pieces.append(
+            Piece(
+                stage="costs", kind="costs", method=method, label=LABELS[method], runs=(run,), settings=settings,
+                gallery=subjects.gallery(subjects.development), keep=False,
+            )
+        )  # fmt: skip
+    return pieces
+
+
+def selection_score(records: Sequence[Mapping[str, Any]]) -> float:
+    """The figure by which one method's settings are compared: see `RULE`. `records` are those of one setting at one step."""
+    by_subject: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_subject.setdefault(record["subject"], []).append(record)
+    scores = []
+    for own in by_subject.values():
+        fidelity = fmean((record["effnet_best"] + record["lpips_best"]) / 2 for record in own)
+        scores.append(0.5 * fidelity + 0.5 * fmean(record["prompt"] for record in own if "prompt" in record))
+    return fmean(scores)
+
+
+def choose(records: Sequence[Mapping[str, Any]], development: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """For each method that was swept whole: {"rate", "score", "at_edge", "scores": {rate: score}}. `records` are the sweep's."""
+    by_method: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        by_method.setdefault(record["method"], {}).setdefault(record["learning_rate"], []).append(record)
+    chosen = {}
+    for method, by_rate in by_method.items():
+        whole = {rate: own for rate, own in by_rate.items() if {record["subject"] for record in own} == set(development)}
+        if len(whole) < len(RATE_FACTORS):
+            continue
+        scores = {rate: selection_score(own) for rate, own in sorted(whole.items())}
+        rate = max(scores, key=lambda r: scores[r])
+        chosen[method] = {
+            "rate": rate,
+            "score": scores[rate],
+            # the best may lie outside what was tried
+            "at_edge": rate in (min(scores), max(scores)),
+            "scores": {f"{r:g}": score for r, score in scores.items()},
+        }
+    return chosen
+
+
+def best_lora(chosen: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The LoRA with the highest score in the sweep; None before all of them were swept."""
+    loras = [method for method in METHODS if method.startswith("lora-")]
+    if not loras or any(method not in chosen for method in loras):
+        return None
+    return max(loras, key=lambda method: chosen[method]["score"])

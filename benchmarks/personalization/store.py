@@ -1,0 +1,199 @@
+"""What pieces leave behind: one zip file each, packs of them to carry between machines, and the results file that they add up to.
+
+A piece's file holds `piece.json` (what it was, its records), `pictures/*.webp` (the first sample of each prompt) and
+`concepts/*.safetensors`; it is there whole or not at all. Imports numpy, Pillow and the package's atomic writing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tiny_engram.files import write_atomically
+
+__all__ = ["Pictures", "PieceFile", "load_results", "merge", "pack", "save_results", "unpack"]
+
+# What comes back from a lent machine: parts of a pack stay below it.
+PART_BYTES = 15 * 2**20
+
+
+class PieceFile:
+    """The file of a finished piece, `folder/<key>.zip`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def key(self) -> str:
+        return self.path.stem
+
+    def read(self) -> dict[str, Any]:
+        """`piece.json`."""
+        with zipfile.ZipFile(self.path) as file:
+            return json.loads(file.read("piece.json"))
+
+    @classmethod
+    def write(
+        cls, folder: Path, key: str, content: Mapping[str, Any], pictures: Mapping[str, np.ndarray], files: Mapping[str, bytes]
+    ) -> PieceFile:
+        """`pictures`: "method/subject/seed/step/context" -> uint8 `[h, w, 3]`. `files`: concept files by name."""
+        blob = io.BytesIO()
+        with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("piece.json", json.dumps(content))
+            for name, picture in pictures.items():
+                file.writestr(zipfile.ZipInfo(f"pictures/{name}.webp"), _webp(picture))  # stored: it is compressed already
+            for name, data in files.items():
+                file.writestr(f"concepts/{name}", data)
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(write_atomically(folder / f"{key}.zip", blob.getvalue()))
+
+    @classmethod
+    def all(cls, folder: Path) -> list[PieceFile]:
+        """Those in a folder, by name."""
+        return [cls(path) for path in sorted(folder.glob("*.zip"))]
+
+
+def _webp(picture: np.ndarray) -> bytes:
+    blob = io.BytesIO()
+    Image.fromarray(picture).save(blob, "WEBP", quality=90, method=4)
+    return blob.getvalue()
+
+
+class Pictures(Mapping[str, np.ndarray]):
+    """The pictures of all pieces in a folder: "method/subject/seed/step/context" -> uint8 `[128, 128, 3]`, decoded when asked for.
+
+    A lever's label takes the method's place; pairs have "left thing+right thing" for a subject and "pair" for a context.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._where: dict[str, Path] = {}
+        # of two pieces about the same runs the newer counts
+        for piece in sorted(PieceFile.all(folder), key=lambda piece: piece.read()["finished"]):
+            with zipfile.ZipFile(piece.path) as file:
+                names = [name for name in file.namelist() if name.startswith("pictures/")]
+            self._where |= {name.removeprefix("pictures/").removesuffix(".webp"): piece.path for name in names}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        with zipfile.ZipFile(self._where[name]) as file:
+            return np.asarray(Image.open(io.BytesIO(file.read(f"pictures/{name}.webp"))).convert("RGB"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def pack(pieces: Sequence[PieceFile], path: Path, part_bytes: int = PART_BYTES) -> list[Path]:
+    """Put piece files into one zip file, or into `<name>-2.zip` and so on where they are more than `part_bytes`."""
+    parts: list[list[PieceFile]] = [[]]
+    room = part_bytes
+    for piece in pieces:
+        size = piece.path.stat().st_size + 512
+        if size > room and parts[-1]:
+            parts.append([])
+            room = part_bytes
+        parts[-1].append(piece)
+        room -= size
+    written = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(parts, 1):
+        blob = io.BytesIO()
+        with zipfile.ZipFile(blob, "w", zipfile.ZIP_STORED) as file:
+            for piece in part:
+                file.write(piece.path, piece.path.name)
+        target = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        written.append(write_atomically(target, blob.getvalue()))
+    return written
+
+
+def unpack(packs: Sequence[Path], folder: Path) -> list[PieceFile]:
+    """The piece files of packs, put into `folder`. Raises ValueError where a pack is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = []
+    for path in packs:
+        try:
+            with zipfile.ZipFile(path) as file:
+                names = file.namelist()
+                if any("/" in name or not name.endswith(".zip") for name in names):
+                    raise ValueError(f"{path}: holds {names[:3]}, expected files of pieces, <key>.zip")
+                pieces += [PieceFile(write_atomically(folder / name, file.read(name))) for name in names]
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{path}: cannot be read as a pack of pieces ({error}); give files that --pack wrote") from error
+    return pieces
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """The results file, or an empty one. Raises ValueError where it is none."""
+    empty = {"pieces": {}, "judges": {}, "ceilings": {}, "stages": {}, "pairs": [], "losses": {}, "costs": {}, "settings": {}}
+    if not path.exists():
+        return empty
+    try:
+        return empty | json.loads(path.read_text())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: no results of this bench ({error}); move it away, or restore it") from error
+
+
+def save_results(path: Path, results: Mapping[str, Any]) -> None:
+    """As JSON with a record a line: changes stay readable."""
+
+    def lines(value: Any, deep: int) -> str:
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if deep > 3 or not any(isinstance(one, dict | list) for one in held):
+            return json.dumps(value, separators=(",", ":"))
+        pad = " " * deep
+        if isinstance(value, dict):
+            return "{\n" + ",\n".join(f"{pad} {json.dumps(k)}: {lines(v, deep + 1)}" for k, v in value.items()) + f"\n{pad}}}"
+        return "[\n" + ",\n".join(f"{pad} {lines(v, deep + 1)}" for v in value) + f"\n{pad}]"
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (lines(results, 0) + "\n").encode())
+
+
+def merge(results: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Results with finished pieces put in, each in the place of what was measured before of the same runs, or in another version.
+
+    Of two pieces about the same runs the one that was finished later stays, in whatever order they come. Every record
+    names its piece by the first 8 digits of its key.
+    """
+    merged = {name: dict(value) if isinstance(value, dict) else value for name, value in results.items()}
+    stages = {stage: list(records) for stage, records in results["stages"].items()}
+    pairs = list(results["pairs"])
+    for piece in sorted(pieces, key=lambda piece: piece["finished"]):
+        about, cells = piece["piece"], set(piece["cells"])
+        same, version = ("stage", "method", "label"), ("version", "method_version")
+        rivals = {
+            key: old
+            for key, old in merged["pieces"].items()
+            if all(old[name] == about[name] for name in same)
+            and (cells & set(old["cells"]) or any(old[name] != about[name] for name in version))
+        }
+        if any(old["finished"] > piece["finished"] for old in rivals.values()):
+            continue
+        gone = {key[:8] for key in rivals}
+        merged["pieces"] = {key: old for key, old in merged["pieces"].items() if key[:8] not in gone}
+        stages = {stage: [r for r in records if r["piece"] not in gone] for stage, records in stages.items()}
+        pairs = [record for record in pairs if record["piece"] not in gone]
+        merged["losses"] = {name: loss for name, loss in merged["losses"].items() if loss["piece"] not in gone}
+        kept = ("stage", "method", "label", "version", "method_version", "settings")
+        merged["pieces"][piece["key"]] = {name: about[name] for name in kept} | {
+            name: piece[name] for name in ("cells", "seconds", "work", "finished", "commit", "machine", "versions")
+        }
+        for stage, records in piece["records"].items():
+            stages.setdefault(stage, []).extend(record | {"piece": piece["key"][:8]} for record in records)
+        pairs += [record | {"piece": piece["key"][:8]} for record in piece["pairs"]]
+        merged["losses"] |= {name: {"piece": piece["key"][:8], "curve": curve} for name, curve in piece["losses"].items()}
+        for name in ("judges", "ceilings", "costs"):
+            merged[name] |= piece[name]
+        merged |= {name: piece[name] for name in ("commit", "machine", "versions")}
+    machines = list(dict.fromkeys(old["machine"] for old in merged["pieces"].values()))
+    if machines:
+        merged["machine"] = " and ".join(machines)
+    return merged | {"stages": {stage: records for stage, records in stages.items() if records}, "pairs": pairs}
