@@ -44,10 +44,10 @@ def compose(sprite: np.ndarray, colour: str, scale: float, at: tuple[float, floa
     return np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
-def swallowed(sprites: np.ndarray) -> dict[str, float]:
-    """For each colour, the share 0..1 of the pixels of `sprites` (uint8 [..., 4]) that such a background would swallow."""
+def swallowed(sprites: np.ndarray, near: float = CLEAR) -> dict[str, float]:
+    """For each colour, the share 0..1 of the pixels of `sprites` (uint8 [..., 4]) that are nearer to it than `near`, 0..441."""
     seen = sprites[sprites[..., 3] > 128][:, :3].astype(np.float32)
-    return {name: float((np.linalg.norm(seen - np.array(rgb), axis=1) < CLEAR).mean()) for name, rgb in COLOURS.items()}
+    return {name: float((np.linalg.norm(seen - np.array(rgb), axis=1) < near).mean()) for name, rgb in COLOURS.items()}
 
 
 def backgrounds(rng: np.random.Generator, sprites: np.ndarray) -> list[str]:
