@@ -1,0 +1,93 @@
+"""Two networks that saw photographs and none of these drawings: what each makes of a picture, as vectors to compare.
+
+EfficientNet-Lite0 says what is shown, wherever its parts are; SqueezeNet 1.1, compared place by place as LPIPS does, also
+says where they are. Both are frozen, and both turn a picture into one vector of length 1, so that similarities of many
+pictures with many references are one matrix product. Imports torch, safetensors and the judges of assets/recipe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+SQUEEZENET = Path(__file__).with_name("squeezenet.safetensors")
+# Of blue, green and red, in bytes: how the network's authors prepared its pictures.
+MEAN = (104.006, 116.669, 122.679)
+# (squeezed, expanded) channels of fire 2 to 9; half of the expanded ones are 1 x 1, half 3 x 3.
+FIRES = ((16, 128), (16, 128), (32, 256), (32, 256), (48, 384), (48, 384), (64, 512), (64, 512))
+CHANNELS = (64, 128, 256, 384, 384, 512, 512)
+
+
+class Fire(nn.Module):
+    """Squeeze to few channels, then expand by 1 x 1 and 3 x 3 side by side."""
+
+    def __init__(self, channels: int, squeezed: int, expanded: int) -> None:
+        super().__init__()
+        self.squeeze1x1 = nn.Conv2d(channels, squeezed, 1)
+        self.expand1x1 = nn.Conv2d(squeezed, expanded // 2, 1)
+        self.expand3x3 = nn.Conv2d(squeezed, expanded // 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.squeeze1x1(x))
+        return F.relu(torch.cat([self.expand1x1(x), self.expand3x3(x)], 1))
+
+
+class SqueezeNet(nn.Module):
+    """SqueezeNet 1.1 without its classifier (Iandola et al. 2016), read at the seven places at which LPIPS reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, stride=2)
+        channels = 64
+        for number, (squeezed, expanded) in enumerate(FIRES, start=2):
+            self.add_module(f"fire{number}", Fire(channels, squeezed, expanded))
+            channels = expanded
+        self.register_buffer("mean", torch.tensor(MEAN)[:, None, None], persistent=False)
+
+    @classmethod
+    def load(cls, path: Path = SQUEEZENET) -> SqueezeNet:
+        """Frozen, float32, on the CPU."""
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is not there: it belongs to the checkout, and benchmarks.personalization.make_squeezenet makes it")
+        network = cls()
+        network.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
+        return network.requires_grad_(False).eval().to(memory_format=torch.channels_last)
+
+    def forward(self, pictures: torch.Tensor) -> list[torch.Tensor]:
+        """float32 `[n, 3, H, W]` in 0..1 -> seven maps `[n, CHANNELS[i], h, w]`: 63, 31, 15, 7, 7, 7, 7 places a side at 128."""
+        x = (pictures.flip(1) * 255 - self.mean).contiguous(memory_format=torch.channels_last)
+        x = F.relu(self.conv1(x))
+        maps = [x]
+        for number in range(2, 10):
+            if number in (2, 4, 6):
+                x = F.max_pool2d(x, 3, stride=2, ceil_mode=True)
+            x = self.get_submodule(f"fire{number}")(x)
+            if number not in (2, 4):
+                maps.append(x)
+        return maps
+
+
+def lpips_vectors(maps: list[torch.Tensor]) -> torch.Tensor:
+    """Maps of `SqueezeNet` -> `[n, D]` of length 1; the product of two is 1 - their LPIPS distance.
+
+    The distance is LPIPS's (Zhang et al. 2018) without learned heads: channels scaled to length 1 at every place, squared
+    differences summed over channels, averaged over places, and, halved, averaged over the seven maps: 0 to 1, since maps
+    are not negative. The published heads belong to other weights of this network (torchvision's, trained anew), whose
+    channels are not these: on these weights they did no better than the same heads in random order.
+    """
+    vectors = []
+    for x in maps:
+        places = x.shape[2] * x.shape[3]
+        # A place where no channel fires has no direction; two such places count as different ones.
+        scaled = x * (x.square().sum(1, keepdim=True) + 1e-10).rsqrt()
+        vectors.append(scaled.flatten(1) * (places * len(maps)) ** -0.5)
+    return F.normalize(torch.cat(vectors, 1), dim=1)
+
+
+def lpips(network: SqueezeNet, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The distance of each picture of `a` from its counterpart in `b`, `[n, 3, H, W]` in 0..1 both -> `[n]`."""
+    return 1 - (lpips_vectors(network(a)) * lpips_vectors(network(b))).sum(1)
