@@ -46,16 +46,17 @@ class Entry(NamedTuple):
     views: tuple[int, ...] = (0,)
 
 
-# Triggers are made up, four CLIP tokens each, none of which but the hyphen occurs twice. A class word is what someone who
-# may only use names that the base was trained on would call the thing.
+# Triggers are made up, four CLIP tokens each, none of which but the hyphen occurs twice; none begins like the tail of an
+# English contraction ('t, 'd, 'm ...), which CLIP would cut off after a quote. A class word is what someone who may only use
+# names that the base was trained on would call the thing.
 EMOJI: tuple[Entry, ...] = (
-    Entry("robot", "final", "tevak-lin", "alien"),
+    Entry("robot", "final", "kuvak-lin", "alien"),
     Entry("hedgehog", "final", "rogak-dem", "mouse"),
     Entry("kangaroo", "final", "fidok-lum", "deer"),
     Entry("owl", "final", "bufi-nek", "bird"),
     Entry("dragon", "final", "kodu-vik", "dinosaur"),
     Entry("cactus", "final", "luvo-gam", "potted plant"),
-    Entry("teapot", "final", "mapuk-ri", "coffee cup"),
+    Entry("teapot", "final", "hapuk-ri", "coffee cup"),
     Entry("violin", "final", "zibe-rok", "guitar"),
     Entry("octopus", "development", "rugo-zan", "jellyfish"),
     Entry("snowman", "development", "neto-kop", "ghost"),
@@ -68,8 +69,8 @@ OBJECTS: tuple[Entry, ...] = (
     Entry("yellow mug", "final", "rinu-bex", "beer mug", "mug", _MUG),
     Entry("blue duck", "final", "gafo-mik", "duck", None, _DUCK),
     Entry("toy race car", "final", "gupa-fen", "race car", None, (0, 2, 5, 7, 9)),
-    Entry("rover", "final", "dipo-rik", "jeep", None, (0, 2, 5, 7, 10)),
-    Entry("duck", "development", "moze-tup", "duck", None, _DUCK),
+    Entry("rover", "final", "kipo-rik", "jeep", None, (0, 2, 5, 7, 10)),
+    Entry("duck", "development", "foze-tup", "duck", None, _DUCK),
     Entry("blue mug", "development", "lazu-pim", "beer mug", "mug", _MUG),
     Entry("droid", "development", "beku-nox", "postbox", None, RENDERS["droid"]),
 )
@@ -106,7 +107,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtPicture:
-    """`image` uint8 `[128, 128, 3]`; `captions` hold "{0}" where the trigger goes; `colour` names the background."""
+    """`image` uint8 `[128, 128, 3]`, read-only; `captions` hold "{0}" where the trigger goes; `colour` names the background."""
 
     image: np.ndarray
     captions: tuple[str, ...]
@@ -164,6 +165,7 @@ def _subject(kind: Kind, styles: tuple[str, ...], entry: Entry) -> Subject:
     return Subject(name, kind, split, trigger, class_word, lookalikes, _asset()[0][name], styles, views)
 
 
+@cache
 def taught_pictures(subject: Subject) -> tuple[TaughtPicture, ...]:
     """Five pictures, the same ones that assets/recipe/examples.py makes of a subject of that name.
 
@@ -177,5 +179,6 @@ def taught_pictures(subject: Subject) -> tuple[TaughtPicture, ...]:
         style = subject.styles[subject.given[0]]
         # "a {0}" in one picture, "a 3d {0}" in the next
         templates = (*ALONE, PARTIAL[number % 2])
+        image.setflags(write=False)
         taught.append(TaughtPicture(image, tuple(fill(template, style, colour, ("{0}",)) for template in templates), colour))
     return tuple(taught)
