@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from benchmarks.personalization.methods.spans import Places, encoder_with
+from benchmarks.personalization.methods.spans import BASES, Places, encoder_with
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.residual import span_mean_norm
@@ -32,7 +32,9 @@ CARRIERS = (
     "a picture of a {0}, 3d style, red background",
     "a 3d {0} next to a ball on a green background",
 )
-ROUNDS = 8
+ROUNDS = 12
+REACH = 0.75  # of the bound, that the class word takes: training has room beyond it
+WIDEST = 0.95  # gate that a start may ask for: one that is open all the way learns no more
 
 
 @torch.no_grad()
@@ -83,28 +85,41 @@ def _inside(base: Base, ids: torch.Tensor, kind: str, changes: dict[str, Callabl
 
 
 def _solve(ours: Ours, kind: str, places: Places, h: torch.Tensor, delta: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Rows whose residual is nearest to `delta` `[N, width]` over the carriers of each run and position, for all sets of a mount kind."""
+    """Rows whose residual is nearest to `delta` `[N, width]` over the carriers of each run and position, for all sets of a mount kind.
+
+    A learned gate that is too narrow for the way gets a bias that opens it.
+    """
     rows = ours.held("rows", kind)
     runs, _, positions, kept, head_dim = rows.shape
     inputs = torch.eye(ours.columns * head_dim, device=h.device)
-    key_basis, value_basis = (fixed_basis(inputs, width=ours.width, seed=seed)[: kept * head_dim] for seed in (0, 1))
-    gain, bias = (ours.held(name, kind)[places.run, 0, places.position] for name in ("gain", "bias"))
+    key_basis, value_basis = (fixed_basis(inputs, width=ours.width, seed=seed)[: kept * head_dim] for seed in BASES)
     scale, norm = ours.get_buffer(f"rho_{kind}")[places.run], span_mean_norm(h, torch.tensor(places.length))
     one, own = torch.ones_like(scale), places.run * positions + places.position
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros(runs * positions, *x.shape[1:], device=h.device).index_add_(0, own, x)
 
+    count = summed(one).clamp(min=1)
+    gain, bias = (ours.held(name, kind)[:, 0].flatten() for name in ("gain", "bias"))
     gate, best = torch.full_like(scale, 0.5), torch.zeros(runs * positions, kept * head_dim, device=h.device)
     for _ in range(ROUNDS):
         step = scale * norm * gate
         value = summed(step[:, None] * delta) / summed(step * step).clamp(min=1e-12)[:, None]
         best = value @ value_basis.T
         reached = best @ value_basis
+        length = reached.norm(dim=1)
         if ours.options.norm == "bounded":  # beyond the bound, length says nothing and its gradient is gone
-            best = best / reached.norm(dim=1, keepdim=True).clamp(min=1.0)
+            best = best / length.clamp(min=1.0)[:, None]
+            if ours.options.gate == "learned" and not ours.options.gate_shared:
+                mean = summed(gate) / count
+                wanted = (mean * length / REACH).clamp(1e-3, WIDEST)
+                bias = torch.where(length > REACH, (bias + wanted.logit() - mean.logit(1e-6)).clamp(min=bias), bias)
         # The residual of a unit value with scale and norm one is the gate itself.
         unit = functional.normalize(reached)[own]
-        gate = span_residual(h, (best @ key_basis)[own], unit, gain=gain, bias=bias, scale=one, mean_norm=one).norm(dim=1)
-    fitted = best * summed(chosen.float()[:, None]).clamp(max=1.0)
-    rows.copy_(fitted.view(runs, 1, positions, kept, head_dim).expand_as(rows))
+        gates = {"gain": gain[own], "bias": bias[own], "scale": one, "mean_norm": one}
+        gate = span_residual(h, (best @ key_basis)[own], unit, **gates).norm(dim=1)
+    fitted = summed(chosen.float()) > 0
+    rows.copy_((best * fitted[:, None]).view(runs, 1, positions, kept, head_dim).expand_as(rows))
+    if not ours.options.gate_shared:
+        held = ours.held("bias", kind)
+        held.copy_(torch.where(fitted.view(runs, 1, positions), bias.view(runs, 1, positions), held))

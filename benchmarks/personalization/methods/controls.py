@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.personalization.methods.ours import CONFIG, Ours
-from benchmarks.personalization.methods.spans import Places
+from benchmarks.personalization.methods.ours import Ours
+from benchmarks.personalization.methods.spans import BASES, CONFIG, Places
 from benchmarks.personalization.runs import Run
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
@@ -70,7 +70,7 @@ class TrainableBasis(Ours):
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__(base, runs)
         inputs = torch.eye(self.columns * CONFIG.head_dim, device=base.device)
-        for name, seed in (("key_basis", 2 * CONFIG.basis_seed), ("value_basis", 2 * CONFIG.basis_seed + 1)):
+        for name, seed in zip(("key_basis", "value_basis"), BASES, strict=True):
             matrix = fixed_basis(inputs, width=self.width, seed=seed)
             setattr(self, name, nn.Parameter(matrix.expand(len(runs), -1, -1).clone()))
 

@@ -18,10 +18,9 @@ from torch.nn import functional
 from benchmarks.personalization.methods.class_fit import fit_class
 from benchmarks.personalization.methods.method import Adapters, Rows
 from benchmarks.personalization.methods.ours_options import Options
-from benchmarks.personalization.methods.spans import Places, context_inputs, encoder_with, hooked, moved
+from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, hooked, moved
 from benchmarks.personalization.runs import Run
 from tiny_engram.concept import Concept
-from tiny_engram.config import ConceptConfig
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.quantization import fake_quantize, quantize
 from tiny_engram.tokenizer import CompressedTokenizer
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["ROLE", "Ours"]
 
 ROLE = "clip_l"
-CONFIG = ConceptConfig()
 # What the gate computes with: (gain, bias). The last is one to the last bit of a float32 sigmoid.
 GATES: dict[str, tuple[float, float]] = {"learned": (1.0, 0.0), "start": (1.0, 0.0), "fixed": (0.0, 0.0), "removed": (0.0, 40.0)}
 
@@ -128,7 +126,7 @@ class Ours(Adapters):
         rows, gain, bias, scale = (torch.cat(part) for part in parts)
         if self.options.norm == "plain":
             e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
-            value = fixed_basis(e, width=self.width, seed=2 * CONFIG.basis_seed + 1)
+            value = fixed_basis(e, width=self.width, seed=BASES[1])
             scale = scale * value.square().sum(-1).clamp(min=1.0).sqrt()  # takes the bound out again
         return self.arithmetic(here, places, rows, gain, bias, scale)
 
@@ -136,7 +134,7 @@ class Ours(Adapters):
         self, here: torch.Tensor, places: Places, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
         """`spans.moved` with this method's basis."""
-        return moved(here, places, rows, gain, bias, scale, columns=self.columns, basis_seed=CONFIG.basis_seed)
+        return moved(here, places, rows, gain, bias, scale, columns=self.columns)
 
     def deep_changes(self, places: Places, kinds: Sequence[str]) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         """What these mounts do inside an encoder that runs the fired rows of a batch alone; for `spans.encoder_with`."""

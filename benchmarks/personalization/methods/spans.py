@@ -17,9 +17,14 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.personalization.methods.method import Rows, to_device
+from tiny_engram.config import ConceptConfig
 from tiny_engram.residual import Spans, apply_spans
 
-__all__ = ["Places", "context_inputs", "encoder_with", "moved"]
+__all__ = ["BASES", "CONFIG", "Places", "context_inputs", "encoder_with", "hooked", "moved"]
+
+CONFIG = ConceptConfig()
+# Seeds of the fixed key and value bases.
+BASES = (2 * CONFIG.basis_seed, 2 * CONFIG.basis_seed + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,6 @@ def moved(
     scale: torch.Tensor,
     *,
     columns: int,
-    basis_seed: int = 0,
 ) -> torch.Tensor:
     """The states of all fired positions with the residual of several mounts, each alone, added.
 
@@ -100,7 +104,7 @@ def moved(
         gain.flatten(),
         bias.flatten(),
         scale.flatten(),
-        basis_seed=basis_seed,
+        basis_seed=CONFIG.basis_seed,
     )
 
 
