@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -173,7 +174,7 @@ def teach(
             chunk = slice(first, min(first + together, len(runs)))
             drawn_noise = noise[step % _AHEAD][plan.seed_of[chunk]].flatten(0, 1)
             loss = _losses(base, adapters, plan, step, chunk, drawn_noise, autocast)
-            loss.sum().backward()
+            _backward(loss.sum())
             losses[step, chunk] = loss.detach()
         optimizer.clip(MAX_NORM)
         optimizer.step()
@@ -184,6 +185,13 @@ def teach(
                 on_checkpoint(step + 1)
     optimizer.finish()
     return losses.T.cpu()
+
+
+def _backward(loss: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        # gradients are views of one matrix, each with its parameter's own strides
+        warnings.filterwarnings("ignore", "grad and param do not obey")
+        loss.backward()
 
 
 def _losses(

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+
+from tiny_engram.training import objective
 
 ROOT = Path(__file__).resolve().parents[2]
 # `benchmarks` is imported as a namespace from the root; what lies in the two other folders is run as scripts there.
@@ -34,7 +37,7 @@ def pictures(seed: int, count: int = 5, captions: int = 3) -> list[SimpleNamespa
 
 @pytest.fixture(scope="session")
 def subjects() -> dict[str, SimpleNamespace]:
-    given = (("disc", "rugo-bin", "ball"), ("spot", "mofo-kin", "hot air balloon"), ("dot", "zaki-lun", "tomato"))
+    given = (("disc", "rugo-bin", "ball"), ("spot", "vex-lumo", "hot air balloon"), ("dot", "kelo-vin", "tomato"))
     return {name: painted(name, *words) for name, *words in given}
 
 
@@ -72,3 +75,40 @@ def run():
         return Run(method=method, subject=subject, seed=seed, learning_rate=rate, options=tuple(sorted(options.items())))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def plain_batch(base):
+    """One run's batch at a step, made the plain way: captions with the trigger in, and the mean weighted error of a prediction."""
+
+    def make(data, seed: int, step: int, samples: int):
+        draws = [objective.draw(seed, step, i, samples) for i in range(samples)]
+        pictures = [int(d.picture * len(data.captions)) for d in draws]
+        chosen = [data.captions[k][int(d.caption * len(data.captions[k]))] for d, k in zip(draws, pictures, strict=True)]
+        timesteps = torch.tensor([int(d.timestep * 1000) for d in draws])
+        noise = torch.stack([objective.noise_for(d, (2, *base.latent_shape)) for d in draws])
+        latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
+        noisy = objective.add_noise(base.scheduler, latents, noise[:, 0], timesteps)
+        target = objective.target_of(base.scheduler, latents, noise[:, 0], timesteps)
+
+        def loss(unet, states: torch.Tensor) -> torch.Tensor:
+            error = (unet(noisy, timesteps, states).sample - target).square().mean((1, 2, 3))
+            return (error * objective.loss_weights(base.scheduler, timesteps, 5.0)).mean()
+
+        return [text.replace("{0}", data.subject.trigger) for text in chosen], loss
+
+    return make
+
+
+@pytest.fixture
+def own_pipe():
+    """A second copy of the base's pipeline, for tests that train its weights or load adapters into it."""
+    from diffusers import StableDiffusionPipeline
+
+    from benchmarks.personalization.base import EMOJI_SD
+
+    pipe = StableDiffusionPipeline.from_pretrained(EMOJI_SD, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    for part in (pipe.unet, pipe.text_encoder, pipe.vae):
+        part.requires_grad_(False).eval()
+    return pipe

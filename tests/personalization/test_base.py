@@ -33,12 +33,12 @@ def test_nothing_of_the_base_is_trained(base):
 
 def test_rows_are_what_the_pipeline_encodes(base):
     texts = ["a {0} left of {1} on red", "a 3d {0}"]
-    rows = base.rows(texts, [("rugo-bin", "mofo-kin"), ("zaki-lun",)], torch.tensor([[0, 1], [2, -1]]))
-    embeds, empty = base.pipe.encode_prompt(["a rugo-bin left of mofo-kin on red", "a 3d zaki-lun"], "cpu", 1, True)
+    rows = base.rows(texts, [("rugo-bin", "vex-lumo"), ("kelo-vin",)], torch.tensor([[0, 1], [2, -1]]))
+    embeds, empty = base.pipe.encode_prompt(["a rugo-bin left of vex-lumo on red", "a 3d kelo-vin"], "cpu", 1, True)
     assert torch.equal(rows.states, embeds)
     assert torch.equal(base.empty(rows).states, empty[:1].expand(2, -1, -1))
     assert [place[:2] for place in rows.spans] == [(0, 0), (0, 1), (1, 0)]
-    assert words_at(base, rows) == ["rugo - bin", "mofo - kin", "zaki - lun"]
+    assert words_at(base, rows) == ["rugo - bin", "vex - lumo", "kelo - vin"]
     assert base.empty(rows).spans == () and torch.equal(base.empty(rows).run, rows.run)
 
 
@@ -94,7 +94,7 @@ def test_parts_and_joins_keep_spans_with_their_rows(base):
 
 
 def test_positions_spell_the_spans_out(base):
-    rows = base.rows(["a {0} on {1}", "{0}"], [("rugo-bin", "owl"), ("zaki-lun", "")], torch.tensor([[5, 7], [6, -1]]))
+    rows = base.rows(["a {0} on {1}", "{0}"], [("rugo-bin", "owl"), ("kelo-vin", "")], torch.tensor([[5, 7], [6, -1]]))
     found = rows.positions()
     wanted = [(row, start + i, i, int(rows.run[row, slot])) for row, slot, start, length in rows.spans for i in range(length)]
     assert list(zip(*(t.tolist() for t in (found.row, found.place, found.offset, found.run)), strict=True)) == wanted

@@ -12,6 +12,7 @@ from benchmarks.personalization.runs import Run
 from tiny_engram.training.config import TrainConfig
 
 RATES = (1e-3, 5e-2, 0.3)
+pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")
 TARGET = torch.linspace(-2, 2, 12).view(3, 4)
 
 
