@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 SQUEEZENET = Path(__file__).with_name("squeezenet.safetensors")
+MAKER = "benchmarks.personalization.make_squeezenet"
 # Of blue, green and red, in bytes: how the network's authors prepared its pictures.
 MEAN = (104.006, 116.669, 122.679)
 # (squeezed, expanded) channels of fire 2 to 9; half of the expanded ones are 1 x 1, half 3 x 3.
@@ -46,16 +47,17 @@ class SqueezeNet(nn.Module):
         for number, (squeezed, expanded) in enumerate(FIRES, start=2):
             self.add_module(f"fire{number}", Fire(channels, squeezed, expanded))
             channels = expanded
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.tensor(MEAN)[:, None, None], persistent=False)
 
     @classmethod
     def load(cls, path: Path = SQUEEZENET) -> SqueezeNet:
         """Frozen, float32, on the CPU."""
         if not path.exists():
-            raise FileNotFoundError(f"{path} is not there: it belongs to the checkout, and benchmarks.personalization.make_squeezenet makes it")
+            raise FileNotFoundError(f"{path} is not there: it belongs to the checkout, or python -m {MAKER} makes it")
         network = cls()
         network.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
-        return network.requires_grad_(False).eval().to(memory_format=torch.channels_last)
+        return network.requires_grad_(False).eval()
 
     def forward(self, pictures: torch.Tensor) -> list[torch.Tensor]:
         """float32 `[n, 3, H, W]` in 0..1 -> seven maps `[n, CHANNELS[i], h, w]`: 63, 31, 15, 7, 7, 7, 7 places a side at 128."""
