@@ -24,6 +24,9 @@ class EncoderSpec:
 class Family:
     """Pipelines that are alike for concepts.
 
+    `contexts` lists a denoiser's context mounts at a role, in running order: name -> (module, attribute that holds the projection).
+    What those projections read must be the role's states as `encode` gives them.
+
     `encode` maps (pipe, prompts, negative prompts or None, images per prompt) to (prompt embeds, negative embeds or None): what the
     denoiser consumes. `consumed` maps each role to its states `[batch, time, width]` inside the prompt embeds.
     """
@@ -34,12 +37,25 @@ class Family:
     denoiser: str
     encode: Callable[[Any, Sequence[str], Sequence[str] | None, int], tuple[Any, Any]]
     consumed: Callable[[Any], Mapping[str, Any]]
+    contexts: Callable[[Any, str], Mapping[str, tuple[Any, str]]]
 
 
 def _encode_stable_diffusion(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None, images: int) -> tuple[Any, Any]:
     guided = negative is not None
     negative_prompt = list(negative) if negative is not None else None
     return pipe.encode_prompt(list(prompts), pipe._execution_device, images, guided, negative_prompt)
+
+
+def _unet_contexts(unet: Any, role: str) -> dict[str, tuple[Any, str]]:
+    """Keys and values of a UNet's cross-attentions; one encoder's states, as they are, go to all of them."""
+    # The UNet registers its middle block last and runs it between the others.
+    blocks = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
+    attentions = [m for block in blocks if block is not None for name, m in block.named_modules() if name.endswith("attn2")]
+    return {
+        f"context.{i}.{kind}": (attention, attribute)
+        for i, attention in enumerate(attentions)
+        for kind, attribute in (("key", "to_k"), ("value", "to_v"))
+    }
 
 
 FAMILIES = (
@@ -50,6 +66,7 @@ FAMILIES = (
         denoiser="unet",
         encode=_encode_stable_diffusion,
         consumed=lambda embeds: {"clip_l": embeds},
+        contexts=_unet_contexts,
     ),
 )
 

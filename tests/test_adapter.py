@@ -240,7 +240,7 @@ def test_a_deep_copy_says_that_it_has_no_concepts(tiny, adapter, pipe):
     adapter.load_concept(tiny.concept(adapter, "zqx"))
     ours = encode(pipe, "a zqx")
     twin = copy.deepcopy(pipe)
-    with pytest.raises(MountError, match="is a copy of an encoder with concepts attached"):
+    with pytest.raises(MountError, match="is a copy of a module with concepts attached"):
         encode(twin, "a tree")
     again = tiny_engram.attach(twin)
     again.load_concept(tiny.concept(again, "zqx"), strength=0.5)

@@ -46,10 +46,16 @@ class RowBank:
         self.width = width
         self.head_dim = config.head_dim
         self.basis_seed = config.basis_seed
+        self.shape = self.shape_of(config, width)
         hash_config = config.hash_config(width=width, compressed_vocab=compressed_vocab, pad_id=pad_id, mounts=mount_index + 1)
         self.hasher = NgramHasher(hash_config, mount_index)
         self.table = EngramTable.virtual(config.head_dim)
         self._placed: dict[str, _Placed] = {}
+
+    @staticmethod
+    def shape_of(config: ConceptConfig, width: int) -> tuple[int, ...]:
+        """What concepts must have in common to share a bank."""
+        return config.max_ngram, config.heads_at(width), config.head_dim, config.vocab, config.basis_seed
 
     def __len__(self) -> int:
         return len(self._placed)

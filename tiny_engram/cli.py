@@ -30,6 +30,7 @@ TRAIN_HELP = {
     "name": "the name it goes by (default: the trigger)",
     "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
     "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}'",
+    "mounts": "where the concept is added: span, context, key, value, or single mounts such as context.0.key",
     "caption_dropout": "share of samples captioned by the trigger alone",
     "skip_bad_pictures": "go on without pictures that cannot be read",
     "resume_from_checkpoint": "a checkpoint folder, or 'latest'",

@@ -14,7 +14,7 @@ import torch
 
 from tiny_engram import concept_file
 from tiny_engram.concept_file import ConceptFileError
-from tiny_engram.config import FORMAT_VERSION, ConceptConfig
+from tiny_engram.config import FORMAT_VERSION, SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.triggers import CompiledTrigger, RowGroup, Variant
@@ -39,9 +39,9 @@ class MountRows:
     rho: float
 
     @classmethod
-    def zeros(cls, positions: int, columns: int, config: ConceptConfig) -> "MountRows":
+    def zeros(cls, positions: int, columns: int, config: ConceptConfig, rho: float) -> "MountRows":
         """Untrained: rows zero, gain 1, bias 0."""
-        return cls.quantized(torch.zeros(positions, columns, config.head_dim), torch.ones(positions), torch.zeros(positions), config.rho)
+        return cls.quantized(torch.zeros(positions, columns, config.head_dim), torch.ones(positions), torch.zeros(positions), rho)
 
     @classmethod
     def quantized(cls, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, rho: float) -> "MountRows":
@@ -100,25 +100,29 @@ class Concept:
         *,
         widths: Mapping[str, int],
         fingerprints: Mapping[str, str],
-        mounts: Sequence[str] = ("span",),
+        mounts: Mapping[str, Sequence[str]] | None = None,
         name: str | None = None,
         config: ConceptConfig | None = None,
         base: str = "",
     ) -> "Concept":
-        """An untrained concept (rows zero): compiled trigger, width and tokenizer fingerprint per role."""
+        """An untrained concept (rows zero): compiled trigger, width, tokenizer fingerprint and names of mounts per role.
+
+        Without `mounts`, "span" alone, whatever the config asks for: what its groups mean is the pipeline's to say.
+        """
         if not compiled:
             raise TinyEngramError("a concept needs at least one encoder role, got none; attach to a pipeline with a text encoder")
         config = config or ConceptConfig()
         roles: dict[str, RoleRows] = {}
         for role, trigger in compiled.items():
             columns = (config.max_ngram - 1) * config.heads_at(widths[role])
-            rows = {mount: MountRows.zeros(trigger.positions, columns, config) for mount in mounts}
+            names = (SPAN,) if mounts is None else mounts[role]
+            rows = {mount: MountRows.zeros(trigger.positions, columns, config, config.rho_at(mount)) for mount in names}
             roles[role] = RoleRows(widths[role], fingerprints[role], trigger.groups, trigger.variants, rows)
         first = next(iter(compiled.values()))
         return cls(name or first.text, first.text, first.aliases, config, base, roles)
 
     def with_rows(
-        self, role: str, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, *, mount: str = "span", rho: float | None = None
+        self, role: str, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, *, mount: str = SPAN, rho: float | None = None
     ) -> "Concept":
         """A copy whose rows at one mount are these masters, quantised.
 
@@ -140,7 +144,7 @@ class Concept:
         """A copy with other `name`, `recipe`, `thumbnail`, `base` or `untrained`."""
         return dataclasses.replace(self, **changes)
 
-    def mount_rows(self, role: str, mount: str = "span") -> MountRows:
+    def mount_rows(self, role: str, mount: str = SPAN) -> MountRows:
         """The rows at one mount; an unknown role or mount raises and lists the known ones."""
         if role not in self.roles:
             raise TinyEngramError(f"concept {self.name!r} has no role {role!r}; known: {sorted(self.roles)}")

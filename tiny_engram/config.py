@@ -8,6 +8,7 @@ from tiny_engram.errors import ConfigError
 
 FORMAT_VERSION = 1
 BLOCK = 32  # values under one e8m0 scale, as in kernels.block_quant
+SPAN = "span"  # the mount on an encoder's last hidden state; all others are context mounts
 PAPER_EPS = 1.1920928955078125e-07  # torch's default eps of RMSNorm in float32
 V41_EPS = 1e-20
 
@@ -164,6 +165,8 @@ class ConceptConfig(_Json):
         rho: bound of the residual, as a share of the span's mean norm; the gate halves it at the start. Larger ones bind
             faster and wear down what stands beside the trigger (4 already spoils a companion's shape on the embedded base).
         basis_seed: of the fixed key and value bases.
+        mounts: where rows are added: names of mounts, or the groups "context", "key" and "value" of `mount_names`.
+        context_rho: rho of the context mounts; None takes `rho`.
     """
 
     max_ngram: int = 3
@@ -172,6 +175,8 @@ class ConceptConfig(_Json):
     vocab: int = 2**31
     rho: float = 2.5
     basis_seed: int = 0
+    mounts: tuple[str, ...] = (SPAN,)
+    context_rho: float | None = None
 
     def __post_init__(self) -> None:
         _need_int(self, 2, "max_ngram", "vocab")
@@ -180,6 +185,16 @@ class ConceptConfig(_Json):
         _need_blocks(self)
         _need_positive(self, "rho")
         _need_int(self, 0, "basis_seed")
+        if isinstance(self.mounts, list):
+            object.__setattr__(self, "mounts", tuple(self.mounts))
+        if not isinstance(self.mounts, tuple) or not self.mounts or not all(isinstance(m, str) and m for m in self.mounts):
+            raise ConfigError(f"ConceptConfig.mounts is {self.mounts!r}: expected one or more names such as 'span' or 'context'")
+        if self.context_rho is not None:
+            _need_positive(self, "context_rho")
+
+    def rho_at(self, mount: str) -> float:
+        """Bound of the residual at one mount."""
+        return self.rho if mount == SPAN or self.context_rho is None else self.context_rho
 
     def heads_at(self, width: int) -> int:
         """Heads for an encoder of this width: ``ceil(width / 64)`` with the defaults.

@@ -15,16 +15,18 @@ import torch
 
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import Concept
-from tiny_engram.config import ConceptConfig
+from tiny_engram.config import SPAN, ConceptConfig
+from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
 from tiny_engram.fitting import extend_concept, fit_trigger
 from tiny_engram.matching import TriggerIndex
-from tiny_engram.mounts import SpanMount
+from tiny_engram.mount_names import choose_mounts
+from tiny_engram.mounts import MountError, SpanMount
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport, report_role
 from tiny_engram.residual import Spans
-from tiny_engram.store import ConceptStore, Fired, checked_strength
+from tiny_engram.store import ConceptStore, Plan, checked_strength
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger, compile_trigger, without_added_tokens
 from tiny_engram.watch import DenoiserWatch
@@ -32,7 +34,11 @@ from tiny_engram.watch import DenoiserWatch
 __all__ = ["EngramAdapter"]
 
 logger = logging.getLogger(__name__)
-MOUNT = "span"
+
+
+def _plain(module: Any) -> Any:
+    """The module that torch.compile wrapped, or the module itself."""
+    return getattr(module, "_orig_mod", module)
 
 
 @dataclass(slots=True)
@@ -48,6 +54,7 @@ class EngramAdapter:
 
     Attributes:
         mounts: role -> SpanMount, one for each text encoder.
+        contexts: role -> ContextMounts, what the denoiser's cross-attentions read of each encoder.
         absent: roles of the family that this pipeline has no encoder for, by design.
     """
 
@@ -55,20 +62,29 @@ class EngramAdapter:
         self._pipe = weakref.ref(pipe)
         self.family = family
         self.mounts: dict[str, SpanMount] = {}
+        self.contexts: dict[str, ContextMounts] = {}
         self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
         self._concepts: dict[str, _Loaded] = {}
         self._enabled = True
+        self._denoiser = weakref.ref(_plain(getattr(pipe, family.denoiser)))
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
             encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
             base = without_added_tokens(tokenizer)
             compressed = CompressedTokenizer(base, pad_id=tokenizer.pad_token_id)
-            store = ConceptStore(EdgeTables.of(tokenizer), compressed, width=encoder.config.hidden_size)
+            width = encoder.config.hidden_size
+            places = family.contexts(getattr(pipe, family.denoiser), spec.role)
+            if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
+                places = {}  # the denoiser projects the states before its attentions read them
+            store = ConceptStore(EdgeTables.of(tokenizer), compressed, width=width, mounts=(SPAN, *places))
             norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-            self.mounts[spec.role] = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=self, final_norm=norm)
+            mount = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=self, final_norm=norm)
+            mount.before_contexts = self._check_denoiser
+            self.mounts[spec.role] = mount
+            self.contexts[spec.role] = ContextMounts(places, mount, denoiser=self._present_denoiser, owner=self)
         self._watch = DenoiserWatch(
-            getattr(pipe, family.denoiser), self.mounts, owner=self, active=self.get_active_concepts, encoders=self._encoders
+            getattr(pipe, family.denoiser), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
 
     # -- the pipeline --------------------------------------------------------------------------------------------------------
@@ -83,8 +99,8 @@ class EngramAdapter:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in our hooks, around the encoders and before the denoiser, since attach."""
-        return self._watch.seconds + sum(mount.seconds for mount in self.mounts.values())
+        """Seconds spent in our hooks, around the encoders, before the denoiser and inside it, since attach."""
+        return self._watch.seconds + sum(mount.seconds for mount in (*self.mounts.values(), *self.contexts.values()))
 
     @property
     def base(self) -> str:
@@ -96,7 +112,7 @@ class EngramAdapter:
         """Register the hooks and probe them; `tiny_engram.attach` calls this once. Raises MountError and takes them out if one is dead."""
         for mount in self.mounts.values():
             mount.attach()
-        self._watch.hook.attach()
+        self._watch.attach()
         try:
             probe(self.pipe, self.family, self.mounts)
         except BaseException:
@@ -109,18 +125,16 @@ class EngramAdapter:
         """Take all hooks out and forget all concepts; the pipeline is as it was before `attach`."""
         for name in list(self._concepts):
             self.unload_concept(name)
-        for mount in self.mounts.values():
+        for mount in (*self.mounts.values(), *self.contexts.values()):
             mount.detach()
-        self._watch.hook.detach()
+        self._watch.detach()
 
-    def _log(self, role: str, plan: list[Fired]) -> None:
+    def _log(self, role: str, plan: Plan) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
         places: dict[str, list[str]] = {}
-        for fired in plan:
-            spans = zip(fired.names, fired.spans.batch.tolist(), fired.spans.start.tolist(), fired.spans.length.tolist(), strict=True)
-            for name, b, s, n in spans:
-                places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
+        for name, b, s, n in plan.places:
+            places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
         for name, where in places.items():
             logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._concepts[name].strength)
 
@@ -129,6 +143,23 @@ class EngramAdapter:
         pipe = self._pipe()
         specs = (spec for spec in self.family.encoders if spec.role in self.mounts)
         return {spec.role: (spec.encoder, None if pipe is None else getattr(pipe, spec.encoder)) for spec in specs}
+
+    def _present_denoiser(self) -> Any:
+        pipe = self._pipe()
+        return None if pipe is None else getattr(pipe, self.family.denoiser)
+
+    def _check_denoiser(self) -> None:
+        """Raises MountError if the context mounts are on a denoiser that the pipeline no longer has."""
+        denoiser = self._present_denoiser()
+        if denoiser is not None and _plain(denoiser) is not self._denoiser():
+            raise MountError(
+                f"{self.family.denoiser} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
+                "put it back, or attach to the new pipeline and load the concepts there"
+            )
+
+    def _watched(self) -> list[str]:
+        """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
+        return [n for n in self.get_active_concepts() if any(SPAN in place.mounts for place in self._concepts[n].concept.roles.values())]
 
     # -- concepts ------------------------------------------------------------------------------------------------------------
 
@@ -151,7 +182,8 @@ class EngramAdapter:
             trigger: fire on this text instead of the file's; it must take as many tokens.
 
         Raises:
-            TinyEngramError: made for another tokenizer, width or set of encoders; name or trigger taken; nothing is loaded then.
+            TinyEngramError: made for another tokenizer, width, set of encoders or denoiser; name or trigger taken; nothing is
+                loaded then.
         """
         concept = source if isinstance(source, Concept) else Concept.load(source)
         strength = checked_strength(strength)
@@ -180,13 +212,15 @@ class EngramAdapter:
         added: list[str] = []
         try:
             for role, mount in self.mounts.items():
-                counter = mount.store.add(name, compiled[role], concept.mount_rows(role, MOUNT), concept.config, strength)
+                moved = mount.store.add(name, compiled[role], concept.roles[role].mounts, concept.config, strength)
                 added.append(role)
-                if counter:
-                    logger.info("rows of concept %r collided at %s: moved %d times", name, role, counter)
+                if moved:
+                    logger.info("rows of concept %r collided at %s: moved %d times", name, role, moved)
+                self.contexts[role].settle()
         except Exception:
             for role in added:
                 self.mounts[role].store.remove(name)
+                self.contexts[role].settle()
             raise
         self._concepts[name] = _Loaded(concept, compiled, strength)
         self._refresh(name)
@@ -231,7 +265,10 @@ class EngramAdapter:
         self._refresh(*self._concepts)
 
     def set_strength(self, name: str, value: float) -> None:
-        """Strength of one concept; takes effect at the next encode. 0 is bit-identical to the base."""
+        """Strength of one concept. 0 is bit-identical to the base.
+
+        Takes effect at the next encode; at context mounts already at the denoiser's next call, also for embeddings that were kept.
+        """
         self._known(name).strength = checked_strength(value)
         self._refresh(name)
 
@@ -251,8 +288,9 @@ class EngramAdapter:
         """Remove one concept, or all of them; the base is bit-identical again."""
         for each in list(self._concepts) if name is None else [name]:
             self._known(each)
-            for mount in self.mounts.values():
+            for role, mount in self.mounts.items():
                 mount.store.remove(each)
+                self.contexts[role].settle()
             del self._concepts[each]
         self._watch.changed()
 
@@ -295,7 +333,11 @@ class EngramAdapter:
         """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
         compiled = self.compile(trigger, aliases)
         config = config or ConceptConfig()
-        roles = {role: report_role(role, compiled[role], m.tokenizer, m.store, config, 1) for role, m in self.mounts.items()}
+        chosen = self._chosen(config)
+        roles = {
+            role: report_role(role, compiled[role], mount.tokenizer, mount.store, config, chosen[role])
+            for role, mount in self.mounts.items()
+        }
         first = next(iter(compiled.values()))
         taken = {owner for role, m in self.mounts.items() for owner in m.store.index.conflicts(compiled[role])}
         warned = dict.fromkeys(w for c in compiled.values() for w in c.warnings)
@@ -304,16 +346,21 @@ class EngramAdapter:
     def new_concept(
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
     ) -> Concept:
-        """An untrained concept (rows zero) for this pipeline; not loaded."""
+        """An untrained concept (rows zero) for this pipeline; not loaded. Raises TinyEngramError for mounts that it does not have."""
+        config = config or ConceptConfig()
         return Concept.new(
             self.compile(trigger, aliases),
             widths={role: mount.store.width for role, mount in self.mounts.items()},
             fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
-            mounts=(MOUNT,),
+            mounts=self._chosen(config),
             name=name,
             config=config,
             base=self.base,
         )
+
+    def _chosen(self, config: ConceptConfig) -> dict[str, tuple[str, ...]]:
+        """The mounts that a config asks for, by role."""
+        return {role: choose_mounts(config.mounts, mount.store.mounts, role=role) for role, mount in self.mounts.items()}
 
     def add_alias(self, concept: Concept, alias: str) -> Concept:
         """A copy of a (trained) concept that fires on one more spelling, whose rows start as a copy and are marked untrained."""
@@ -365,6 +412,7 @@ class EngramAdapter:
                         tokenizer=mount.tokenizer,
                         index=mount.store.index,
                         strengths=strengths,
+                        mounts={name: mount.store.mounts_of(name) for name in strengths},
                         silent=silent,
                     )
                 )

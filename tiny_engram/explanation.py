@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiny_engram.boundaries import CUT, FUSED, REASONS
+from tiny_engram.config import SPAN
 from tiny_engram.matching import Matches, TriggerIndex
+from tiny_engram.mount_names import describe_mounts
 from tiny_engram.triggers import CompiledTrigger, encode_with_offsets
 
 __all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_prompt"]
@@ -14,13 +16,18 @@ __all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_
 
 @dataclass(frozen=True, slots=True)
 class FiredSpan:
-    """A span that fires: token positions `[start, end)` as the encoder gets them."""
+    """A span that fires: token positions `[start, end)` as the encoder gets them, and the mounts where the concept has rows."""
 
     name: str
     start: int
     end: int
     text: str
     strength: float
+    mounts: tuple[str, ...] = (SPAN,)
+
+    def __str__(self) -> str:
+        where = "" if self.mounts == (SPAN,) else f", at {describe_mounts(self.mounts)}"
+        return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,12 @@ class Explanation:
         """JSON types only."""
         return {
             "prompts": [
-                {**asdict(p), "tokens": list(p.tokens), "fired": [asdict(f) for f in p.fired], "unfired": [asdict(u) for u in p.unfired]}
+                {
+                    **asdict(p),
+                    "tokens": list(p.tokens),
+                    "fired": [asdict(f) | {"mounts": list(f.mounts)} for f in p.fired],
+                    "unfired": [asdict(u) for u in p.unfired],
+                }
                 for p in self.prompts
             ]
         }
@@ -74,7 +86,7 @@ class Explanation:
         lines: list[str] = []
         for p in self.prompts:
             lines.append(f"{'negative prompt' if p.negative else 'prompt'} {p.prompt!r} at {p.role} ({len(p.tokens)} tokens)")
-            lines += [f"  fires: {f.name} at tokens {f.start}..{f.end - 1} ({f.text!r}), strength {f.strength:g}" for f in p.fired]
+            lines += [f"  fires: {f}" for f in p.fired]
             lines += [f"  does not fire: {u.name} at token {u.start} ({u.text!r}): {u.reason}" for u in p.unfired]
             if not p.fired and not p.unfired:
                 lines.append("  no trigger")
@@ -89,6 +101,7 @@ def explain_prompt(
     tokenizer: Any,
     index: TriggerIndex,
     strengths: Mapping[str, float],
+    mounts: Mapping[str, tuple[str, ...]],
     silent: Mapping[str, tuple[CompiledTrigger, str]],
 ) -> PromptExplanation:
     """Explain one prompt at one encoder.
@@ -99,6 +112,7 @@ def explain_prompt(
         tokenizer: the pipeline's tokenizer of that encoder.
         index: the encoder's trigger index.
         strengths: strength of each active concept.
+        mounts: names of the mounts where each of them has rows.
         silent: concepts that are loaded but off -> (compiled trigger, why).
     """
     ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
@@ -115,7 +129,7 @@ def explain_prompt(
             for s, n, e in zip(found.start.tolist(), found.length.tolist(), found.entry.tolist(), strict=True)
         ]
 
-    fired = [FiredSpan(name, s, s + n, words(s, n), strengths[name]) for name, s, n in spans(index.match([window]), index)]
+    fired = [FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name]) for name, s, n in spans(index.match([window]), index)]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}
 
     def note(name: str, start: int, length: int, reason: str) -> None:

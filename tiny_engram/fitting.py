@@ -20,7 +20,7 @@ def fit_trigger(name: str, concept: Concept, mount: SpanMount, trigger: str | No
     must take as many tokens.
 
     Raises:
-        TinyEngramError: another width, another tokenizer, other sequences, a trigger of another length.
+        TinyEngramError: another width, another tokenizer, mounts that the pipeline has not, other sequences, a trigger of another length.
     """
     rows, store = concept.roles[mount.role], mount.store
     if rows.width != store.width:
@@ -31,6 +31,12 @@ def fit_trigger(name: str, concept: Concept, mount: SpanMount, trigger: str | No
         raise TinyEngramError(
             f"concept {name!r} was made with tokenizer {rows.fingerprint[:12]} at {mount.role}, "
             f"expected {store.compressed.fingerprint[:12]}; load it into the base it was made for"
+        )
+    unknown = [m for m in rows.mounts if m not in store.mounts]
+    if unknown:
+        raise TinyEngramError(
+            f"concept {name!r} has rows at mount {unknown[0]!r} of {mount.role}, expected one of: {', '.join(store.mounts)}; "
+            "load it into the base it was made for"
         )
     if trigger is not None:
         return _renamed(name, rows, compile_trigger(trigger, mount.tokenizer, compressed=store.compressed))

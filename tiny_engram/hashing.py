@@ -39,15 +39,23 @@ def _is_prime(number: int) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
+def _next_prime(start: int) -> int:
+    candidate = start
+    while not _is_prime(candidate):
+        candidate += 1
+    return candidate
+
+
 @lru_cache(maxsize=256)
 def next_primes(start: int, count: int) -> tuple[int, ...]:
     """The first ``count`` primes that are ``start`` or more, ascending."""
+    # One by one through a cache: each mount of a concept asks for the primes of the mounts before it too.
     found: list[int] = []
     candidate = max(start, 2)
     while len(found) < count:
-        if _is_prime(candidate):
-            found.append(candidate)
-        candidate += 1
+        found.append(_next_prime(candidate))
+        candidate = found[-1] + 1
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import store and errors.
+"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import encoded, store and what is below.
 
 Hooks are plain callables in torch's hook dictionaries, never modules: the encoder's module tree and state dict stay as they were. A
 hook that finds itself on another module (a deep copy, an unpickled encoder) has lost its concepts and says so.
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiny_engram.config import SPAN
+from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.store import ConceptStore, Fired
+from tiny_engram.store import ConceptStore, Fired, Plan
 
 __all__ = ["CallHook", "MountError", "SpanMount", "remove_strays"]
 
@@ -38,10 +40,13 @@ class CallHook:
             return self._call(*arguments)
         if self.strict:
             raise MountError(
-                f"this {type(module).__name__} is a copy of an encoder with concepts attached, and the copy has none; "
+                f"this {type(module).__name__} is a copy of a module with concepts attached, and the copy has none; "
                 "call tiny_engram.attach on its pipeline (and load the concepts there) or detach before copying"
             )
         return None
+
+    # Under torch.compile hooks run outside the graph: what they do depends on the prompt.
+    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CallHook":
         return self._stray(self.strict, self.pre)
@@ -56,6 +61,11 @@ class CallHook:
         hook._module, hook._call, hook.owner, hook._handle = (lambda: None), None, None, None
         hook.pre, hook.strict, hook.always = pre, strict, False
         return hook
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the hook is for, if it is still there."""
+        return self._module()
 
     @property
     def attached(self) -> bool:
@@ -106,13 +116,15 @@ def remove_strays(module: nn.Module) -> int:
 
 
 class _Call(threading.local):
-    """What one thread's current encoder call carries from the pre-hook to the hooks after it."""
+    """What one thread's current encoder call carries from the pre-hook to the hooks after it.
+
+    `ids` are the prompts' `[batch, time]`; `skipped` is true while the pipeline may still apply the final norm to an earlier state.
+    """
 
     def __init__(self) -> None:
-        self.inside = False
-        self.shape: tuple[int, ...] = ()
-        self.plan: list[Fired] = []
-        self.skipped: list[Fired] = []
+        self.inside = self.skipped = False
+        self.ids: torch.Tensor | None = None
+        self.plan: tuple[Fired, ...] = ()
 
 
 class SpanMount:
@@ -121,6 +133,8 @@ class SpanMount:
     Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
     pooled vectors and other states are passed on as they are. With clip_skip the pipeline applies the final norm itself to an earlier
     state; `final_norm` calls from outside the encoder's own forward get the residual too.
+
+    While concepts with context mounts are loaded, `encoded` learns which prompt each row of states belongs to.
     """
 
     def __init__(
@@ -136,7 +150,9 @@ class SpanMount:
         self.role = role
         self.store = store
         self.tokenizer = tokenizer
-        self.on_fire: Callable[[str, list[Fired]], None] | None = None
+        self.encoded = EncodedPrompts()
+        self.on_fire: Callable[[str, Plan], None] | None = None
+        self.before_contexts: Callable[[], None] | None = None
         self.calls = 0
         self.seconds = 0.0
         self._module = weakref.ref(module)
@@ -176,7 +192,7 @@ class SpanMount:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()
         state = self._state
-        state.inside, state.plan, state.skipped, state.shape = True, [], [], ()
+        state.inside, state.skipped, state.plan, state.ids = True, False, (), None
         self.calls += 1
         ids = kwargs.get("input_ids", args[0] if args else None)
         if len(self.store):
@@ -184,48 +200,56 @@ class SpanMount:
                 raise MountError(
                     f"the encoder of role {self.role!r} was called without input_ids; concepts need token ids: pass them, or detach"
                 )
-            ids = ids.reshape(-1, ids.shape[-1])
-            state.shape = tuple(ids.shape)
-            state.plan = self.store.plan(ids)
-            if kwargs.get("output_hidden_states"):
-                state.skipped = state.plan
-            if state.plan and self.on_fire is not None:
-                self.on_fire(self.role, state.plan)
+            if self.store.active_contexts and self.before_contexts is not None:
+                self.before_contexts()
+            state.ids = ids = ids.reshape(-1, ids.shape[-1])
+            plan = self.store.plan_at((SPAN,), ids)
+            state.plan = plan.fired
+            state.skipped = bool(kwargs.get("output_hidden_states"))
+            if plan.places and self.on_fire is not None:
+                self.on_fire(self.role, plan)
         self.seconds += time.perf_counter() - begin
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         begin = time.perf_counter()
         state = self._state
-        state.inside, plan = False, state.plan
-        state.plan = []
-        if not plan or output is None:  # None: the forward raised
-            self.seconds += time.perf_counter() - begin
-            return None
-        if isinstance(output, torch.Tensor):
-            result: Any = self._apply(output, plan)
-        elif isinstance(output, tuple):
-            result = (self._apply(output[0], plan), *output[1:])
-        else:
-            result = type(output)(**{**output, "last_hidden_state": self._apply(output["last_hidden_state"], plan)})
+        state.inside = False
+        result: Any = None
+        if output is not None:  # None: the forward raised
+            named = not isinstance(output, torch.Tensor | tuple)
+            hidden = output["last_hidden_state"] if named else output[0] if isinstance(output, tuple) else output
+            added = self._apply(hidden)
+            if added is not hidden:
+                if named:
+                    result = type(output)(**{**output, "last_hidden_state": added})
+                else:
+                    result = (added, *output[1:]) if isinstance(output, tuple) else added
+        if not state.skipped:
+            state.plan, state.ids = (), None
         self.seconds += time.perf_counter() - begin
         return result
 
     def _norm(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
         """The final norm, called by the pipeline itself on an earlier state of the last encode (clip_skip)."""
         state = self._state
-        if state.inside or not state.skipped or tuple(output.shape[:2]) != state.shape:
+        if state.inside or not state.skipped or state.ids is None or output.shape[:2] != state.ids.shape:
             return None
         begin = time.perf_counter()
-        plan, state.skipped = state.skipped, []
-        result = self._apply(output, plan)
+        result = self._apply(output)
+        state.skipped, state.plan, state.ids = False, (), None
         self.seconds += time.perf_counter() - begin
         return result
 
-    def _apply(self, hidden: torch.Tensor, plan: list[Fired]) -> torch.Tensor:
-        """All residuals, one pass per bank; spans never overlap, so the order does not matter."""
-        expected = (*self._state.shape, self.store.width)
+    def _apply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All residuals, one pass per shape of concept; spans never overlap, so the order does not matter."""
+        plan, ids, noted = self._state.plan, self._state.ids, self.store.has_contexts
+        if ids is None or not (plan or noted):
+            return hidden
+        expected = (*ids.shape, self.store.width)
         if tuple(hidden.shape) != expected:
             raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")
         for fired in plan:
             hidden = fired.apply(hidden)
+        if noted:
+            self.encoded.note(ids, hidden)
         return hidden

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tiny_engram.concept import Concept
+from tiny_engram.config import SPAN
 from tiny_engram.mounts import MountError, SpanMount
 from tiny_engram.triggers import compile_trigger
 
@@ -61,7 +62,7 @@ def _add_probe(mount: SpanMount) -> tuple[int, int]:
     zero = concept.mount_rows(mount.role)
     pattern = torch.cos(torch.arange(zero.payload.numel(), dtype=torch.float32) * 0.7).reshape(zero.payload.shape)
     rows = concept.with_rows(mount.role, pattern, zero.gain, zero.bias).mount_rows(mount.role)
-    mount.store.add("probe", compiled, rows, concept.config)
+    mount.store.add("probe", compiled, {SPAN: rows}, concept.config)
     ids = tokenizer([PROMPT], padding="max_length", max_length=tokenizer.model_max_length, truncation=True).input_ids
     matches = mount.store.index.match(ids)
     if len(matches) != 1:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from tiny_engram.boundaries import REASONS, backend_of
-from tiny_engram.config import ConceptConfig
+from tiny_engram.config import BLOCK, SPAN, ConceptConfig
 from tiny_engram.matching import TriggerIndex
+from tiny_engram.mount_names import describe_mounts
 from tiny_engram.store import ConceptStore
 from tiny_engram.triggers import COMMON_WORDS, CompiledTrigger, text_window
 
@@ -34,15 +33,18 @@ class NearMiss:
 class RoleReport:
     """The trigger at one encoder.
 
-    `tokens` holds the tokens of each variant; `rows` counts table rows over all positions and mounts; `collisions` how often the
-    rows' address had to move; `window` how many tokens of a prompt the encoder reads (None: no limit).
+    `tokens` holds the tokens of each variant; `rows` counts table rows over all positions and mounts, `nbytes` what they take with their
+    gates; `collisions` how often the rows' address had to move, over all mounts; `window` how many tokens of a prompt the encoder
+    reads (None: no limit).
     """
 
     role: str
     tokens: tuple[tuple[str, ...], ...]
     groups: int
     positions: int
+    mounts: tuple[str, ...]
     rows: int
+    nbytes: int
     collisions: int
     window: int | None
     fused: tuple[str, ...]
@@ -78,7 +80,9 @@ class RegistrationReport:
         lines = [f"trigger {self.trigger!r}{also}"]
         for role, r in self.roles.items():
             window = "no limit" if r.window is None else f"{r.window} tokens"
-            lines.append(f"  {role}: {r.positions} positions, {r.rows} rows, {r.collisions} collisions, text window {window}")
+            size = f"{r.positions} positions, {r.rows} rows, {r.nbytes:,} bytes, {r.collisions} collisions"
+            lines.append(f"  {role}: {size}, text window {window}")
+            lines += [f"    mounts: {describe_mounts(r.mounts)}"] if r.mounts != (SPAN,) else []
             lines += [f"    tokens: {' '.join(tokens)}" for tokens in r.tokens]
             lines += [f"    near miss {n.text!r}: {'fires, ' if n.fires else ''}{n.reason}" for n in r.near_misses]
         lines += [f"  absent by design: {', '.join(self.absent)}"] if self.absent else []
@@ -135,18 +139,21 @@ def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) 
 
 
 def report_role(
-    role: str, compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, config: ConceptConfig, mounts: int
+    role: str, compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, config: ConceptConfig, mounts: tuple[str, ...]
 ) -> RoleReport:
-    """The report of one encoder; nothing is registered."""
-    bank = store.bank_for(config)
-    free = bank.find_place(compiled.groups)
+    """The report of one encoder, over these mounts of it; nothing is registered."""
+    free = [store.bank_for(config, mount).find_place(compiled.groups) for mount in mounts]
+    rows = sum(place.row_ids.numel() for place in free)
+    gate = 2 * 4  # gain and bias, float32
     return RoleReport(
         role=role,
         tokens=tuple(tuple(tokenizer.convert_ids_to_tokens(list(v.ids))) for v in compiled.variants),
         groups=len(compiled.groups),
         positions=compiled.positions,
-        rows=mounts * int(torch.tensor(free.row_ids.shape).prod()),
-        collisions=free.counter,
+        mounts=mounts,
+        rows=rows,
+        nbytes=rows * (config.head_dim + config.head_dim // BLOCK) + len(mounts) * compiled.positions * gate,
+        collisions=sum(place.counter for place in free),
         window=text_window(tokenizer),
         fused=compiled.fused,
         near_misses=tuple(near_misses(compiled, tokenizer, store)),

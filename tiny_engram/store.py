@@ -3,6 +3,7 @@
 May import the core, boundaries, triggers, matching, addressing, concept and residual; knows no module and no pipeline.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +12,14 @@ import torch
 from tiny_engram.addressing import RowBank
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import MountRows
-from tiny_engram.config import ConceptConfig
+from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import Entry, TriggerIndex
 from tiny_engram.residual import Spans, apply_spans
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["ConceptStore", "Fired", "checked_strength"]
+__all__ = ["ConceptStore", "Fired", "Plan", "checked_strength"]
 
 
 def checked_strength(value: object) -> float:
@@ -28,18 +29,25 @@ def checked_strength(value: object) -> float:
     return float(value)
 
 
-@dataclass(slots=True)
-class _Member:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A concept at one mount."""
+
     bank: RowBank
     gain: list[float]
     bias: list[float]
     rho: float
+
+
+@dataclass(slots=True)
+class _Member:
+    mounts: dict[str, _Held]
     strength: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """The spans that fire in a batch, of all concepts in one bank, with the rows read for their N positions.
+    """The spans that fire in a batch, of all concepts of one shape, with the rows read for their N positions.
 
     `names` holds the concept of each span; rows float32 `[N, columns, head_dim]`; gain, bias and scale (strength * rho) float32 `[N]`.
     """
@@ -57,21 +65,43 @@ class Fired:
         return apply_spans(hidden, self.spans, self.rows, self.gain, self.bias, self.scale, basis_seed=self.basis_seed)
 
 
-class ConceptStore:
-    """All concepts at one mount of one encoder."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What fires where: (name, batch row, start, length) of each span, the mounts that have rows for any of them, and the rows.
 
-    def __init__(self, edges: EdgeTables, compressed: CompressedTokenizer, *, width: int, mount_index: int = 0) -> None:
+    For several mounts the batch is stacked: row b of mount k is row k * batch + b of what `fired` is applied to.
+    """
+
+    places: tuple[tuple[str, int, int, int], ...]
+    mounts: tuple[str, ...]
+    fired: tuple[Fired, ...]
+
+
+NOTHING = Plan((), (), ())
+_Places = list[tuple[int, int, int, Entry]]
+
+
+class ConceptStore:
+    """All concepts at one encoder, over all of its mounts.
+
+    `mounts` are all that the pipeline has at this role; a mount's place among them takes the place of a layer id in the hash.
+    `version` changes with whatever could change a plan.
+    """
+
+    def __init__(self, edges: EdgeTables, compressed: CompressedTokenizer, *, width: int, mounts: Sequence[str] = (SPAN,)) -> None:
         self.index = TriggerIndex(edges)
         self.width = width
-        self.mount_index = mount_index
+        self.mounts = tuple(mounts)
         self.compressed = compressed
+        self.version = 0
         self._canonical = compressed.canonical.cpu().numpy()
-        self._banks: dict[tuple[int, ...], RowBank] = {}
+        self._banks: dict[tuple[int | str, ...], RowBank] = {}
         self._members: dict[str, _Member] = {}
+        self._active: frozenset[str] = frozenset()
 
     def empty(self) -> "ConceptStore":
-        """A store for the same mount with nothing loaded."""
-        return ConceptStore(self.index.edges, self.compressed, width=self.width, mount_index=self.mount_index)
+        """A store for the same mounts with nothing loaded."""
+        return ConceptStore(self.index.edges, self.compressed, width=self.width, mounts=self.mounts)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -84,76 +114,129 @@ class ConceptStore:
         """Bytes of all rows in the tables."""
         return sum(bank.table.nbytes for bank in self._banks.values())
 
-    def bank_for(self, config: ConceptConfig) -> RowBank:
-        """The bank that concepts of this shape share; made on demand."""
-        key = (config.max_ngram, config.heads_at(self.width), config.head_dim, config.vocab, config.basis_seed)
+    @property
+    def has_contexts(self) -> bool:
+        """Does any loaded concept have context mounts, silent or not?"""
+        return any(mount != SPAN for member in self._members.values() for mount in member.mounts)
+
+    @property
+    def active_contexts(self) -> frozenset[str]:
+        """Context mounts at which a concept that is not silent has rows."""
+        return self._active
+
+    def mounts_of(self, name: str) -> tuple[str, ...]:
+        """The mounts at which a loaded concept has rows."""
+        return tuple(self._members[name].mounts)
+
+    def bank_for(self, config: ConceptConfig, mount: str = SPAN) -> RowBank:
+        """The bank that concepts of this shape share at a mount; made on demand."""
+        key = (mount, *RowBank.shape_of(config, self.width))
         if key not in self._banks:
             self._banks[key] = RowBank(
                 config,
                 width=self.width,
-                mount_index=self.mount_index,
+                mount_index=self.mounts.index(mount),
                 pad_id=self.compressed.pad_id,
                 compressed_vocab=self.compressed.size,
             )
         return self._banks[key]
 
-    def bank_of(self, name: str) -> RowBank:
-        """The bank that holds a loaded concept's rows."""
-        return self._members[name].bank
+    def bank_of(self, name: str, mount: str = SPAN) -> RowBank:
+        """The bank that holds a loaded concept's rows at a mount."""
+        return self._members[name].mounts[mount].bank
 
-    def add(self, name: str, compiled: CompiledTrigger, rows: MountRows, config: ConceptConfig, strength: float = 1.0) -> int:
-        """Load one concept; returns the collision counter that its rows took. Nothing is changed if it raises."""
+    def add(
+        self, name: str, compiled: CompiledTrigger, rows: Mapping[str, MountRows], config: ConceptConfig, strength: float = 1.0
+    ) -> int:
+        """Load one concept, `rows` by mount; returns how often its rows' addresses had to move. Nothing is changed if it raises."""
         with self.index.lock:
-            bank = self.bank_for(config)
             self.index.add(name, compiled)
+            held: dict[str, _Held] = {}
+            moved = 0
             try:
-                counter = bank.add(name, compiled.groups, rows.payload, rows.scale)
+                for mount, at in rows.items():
+                    bank = self.bank_for(config, mount)
+                    moved += bank.add(name, compiled.groups, at.payload, at.scale)
+                    held[mount] = _Held(bank, at.gain.tolist(), at.bias.tolist(), at.rho)
             except Exception:
+                for kept in held.values():
+                    kept.bank.remove(name)
                 self.index.remove(name)
+                self._drop_empty_banks()
                 raise
-            self._members[name] = _Member(bank, rows.gain.tolist(), rows.bias.tolist(), rows.rho, strength)
+            self._members[name] = _Member(held, strength)
             self.set_strength(name, strength)
-            return counter
+            return moved
 
     def remove(self, name: str) -> None:
         """Unload one concept: its rows, gates and sequences are gone."""
         with self.index.lock:
             self.index.remove(name)
-            self._members.pop(name).bank.remove(name)
-            self._banks = {key: bank for key, bank in self._banks.items() if len(bank)}
+            for held in self._members.pop(name).mounts.values():
+                held.bank.remove(name)
+            self._drop_empty_banks()
+            self._changed()
+
+    def _drop_empty_banks(self) -> None:
+        self._banks = {key: bank for key, bank in self._banks.items() if len(bank)}
 
     def set_strength(self, name: str, strength: float) -> None:
         """0 makes the concept silent: as if it were not loaded."""
         with self.index.lock:
             self._members[name].strength = strength
             self.index.set_silent(name, strength == 0.0)
+            self._changed()
+
+    def _changed(self) -> None:
+        self._active = frozenset(m for member in self._members.values() if member.strength != 0.0 for m in member.mounts if m != SPAN)
+        self.version += 1
+
+    # -- what fires ----------------------------------------------------------------------------------------------------------
 
     def plan(self, input_ids: torch.Tensor) -> list[Fired]:
-        """What fires where, with the rows read from the table: input_ids int64 `[batch, time]`, any device; one entry per bank."""
+        """What fires at the span mount, with the rows read: input_ids int64 `[batch, time]`, any device; one entry per shape."""
+        return list(self.plan_at((SPAN,), input_ids).fired)
+
+    def plan_at(self, mounts: Sequence[str], input_ids: torch.Tensor) -> Plan:
+        """What fires at any of these mounts, with the rows read from their tables: input_ids int64 `[batch, time]`, any device."""
         if not self._members:
-            return []
+            return NOTHING
         ids = input_ids.detach().cpu().numpy()
         with self.index.lock:
             matches = self.index.match(ids)
-            by_bank: dict[int, list[tuple[int, int, int, Entry]]] = {}
-            for b, s, n, e in zip(*(a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry)), strict=True):
-                entry = self.index.entries[e]
-                by_bank.setdefault(id(self._members[entry.name].bank), []).append((b, s, n, entry))
-            return [self._read(places, ids) for places in by_bank.values()]
+            columns = (a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry))
+            places = [(b, s, n, self.index.entries[e]) for b, s, n, e in zip(*columns, strict=True)]
+            used = tuple(m for m in mounts if any(m in self._members[entry.name].mounts for *_, entry in places))
+            by_shape: dict[tuple[int, ...], dict[str, _Places]] = {}
+            for mount in used:
+                for place in places:
+                    held = self._members[place[3].name].mounts.get(mount)
+                    if held is not None:
+                        by_shape.setdefault(held.bank.shape, {}).setdefault(mount, []).append(place)
+            fired = [self._read(parts, used, ids) for parts in by_shape.values()]
+        return Plan(tuple((entry.name, b, s, n) for b, s, n, entry in places), used, tuple(fired))
 
-    def _read(self, places: list[tuple[int, int, int, Entry]], ids: np.ndarray) -> Fired:
-        """Ids -> canonical ids -> row ids -> rows, for all spans of one bank at once."""
+    def _read(self, parts: Mapping[str, _Places], used: Sequence[str], ids: np.ndarray) -> Fired:
+        """Ids -> canonical ids -> row ids -> rows, for all spans of one shape at once."""
         # Clipped: ids beyond the base's vocabulary (a user's added tokens) are in no trigger, but may stand beside one.
         canonical = self._canonical.take(ids, mode="clip").tolist()
-        asked = [(entry.name, entry.group.offset, canonical[b][s : s + n]) for b, s, n, entry in places]
-        own = [(self._members[name], slice(o, o + len(span))) for name, o, span in asked]
-        bank = own[0][0].bank
-        return Fired(
-            tuple(name for name, _, _ in asked),
-            Spans.of((b, s, n, entry.group.offset) for b, s, n, entry in places),
-            bank.lookup(asked),
-            torch.tensor([g for m, at in own for g in m.gain[at]], dtype=torch.float32),
-            torch.tensor([g for m, at in own for g in m.bias[at]], dtype=torch.float32),
-            torch.tensor([m.strength * m.rho for m, at in own for _ in m.gain[at]], dtype=torch.float32),
-            bank.basis_seed,
-        )
+        names: list[str] = []
+        spans: list[tuple[int, int, int, int]] = []
+        rows: list[torch.Tensor] = []
+        gates: list[tuple[float, float, float]] = []
+        basis_seed = 0
+        for mount, places in parts.items():
+            first = used.index(mount) * len(ids)
+            asked = [(entry.name, entry.group.offset, canonical[b][s : s + n]) for b, s, n, entry in places]
+            bank = self._members[asked[0][0]].mounts[mount].bank
+            rows.append(bank.lookup(asked))
+            basis_seed = bank.basis_seed
+            for (b, s, n, _), (name, offset, _) in zip(places, asked, strict=True):
+                member = self._members[name]
+                held = member.mounts[mount]
+                names.append(name)
+                spans.append((first + b, s, n, offset))
+                scale = member.strength * held.rho
+                gates += [(held.gain[p], held.bias[p], scale) for p in range(offset, offset + n)]
+        gain, bias, scale = torch.tensor(gates, dtype=torch.float32).reshape(-1, 3).T.contiguous()
+        return Fired(tuple(names), Spans.of(spans), torch.cat(rows) if len(rows) > 1 else rows[0], gain, bias, scale, basis_seed)

@@ -1,4 +1,4 @@
-"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import mounts."""
+"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import contexts and mounts."""
 
 import time
 import warnings
@@ -7,29 +7,36 @@ from typing import Any
 
 from torch import nn
 
+from tiny_engram.contexts import ContextMounts
 from tiny_engram.mounts import CallHook, MountError, SpanMount
 
 __all__ = ["DenoiserWatch"]
 
 
 class DenoiserWatch:
-    """A pre-hook on the denoiser. Other features (textual inversion, PEFT, offload cycles) may drop hooks from an encoder, replace it, or
-    bypass it with embeddings made elsewhere; each would silently draw without the concepts.
+    """Hooks around the denoiser. Other features (textual inversion, PEFT, offload cycles) may drop hooks from an encoder, replace it, or
+    bypass it with embeddings made elsewhere; each would silently draw without the concepts. So would attention that passes the context
+    mounts by.
 
-    `active` names the concepts that can fire; `encoders` maps each role to (attribute name, the pipeline's present encoder or None
-    once the pipeline is gone).
+    `active` names the concepts that can fire at an encoder's own states; `encoders` maps each role to (attribute name, the pipeline's
+    present encoder or None once the pipeline is gone).
     """
 
     def __init__(
         self,
         denoiser: nn.Module,
         mounts: Mapping[str, SpanMount],
+        contexts: Mapping[str, ContextMounts],
         *,
         owner: Any,
         active: Callable[[], list[str]],
         encoders: Callable[[], Mapping[str, tuple[str, nn.Module | None]]],
     ) -> None:
-        self.hook = CallHook(denoiser, self._before, owner, pre=True, strict=False)
+        self.hooks = [
+            CallHook(denoiser, self._before, owner, pre=True, strict=False),
+            CallHook(denoiser, self._after, owner, pre=False, strict=False),
+        ]
+        self._contexts = contexts
         self._mounts, self._active, self._encoders = mounts, active, encoders
         self.seconds = 0.0
         self.changed()
@@ -40,11 +47,27 @@ class DenoiserWatch:
         self._names = self._active()
         self._warned = False
 
+    def attach(self) -> None:
+        """Register the hooks."""
+        for hook in self.hooks:
+            hook.attach()
+
+    def detach(self) -> None:
+        """Remove them."""
+        for hook in self.hooks:
+            hook.detach()
+
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()
-        if self._names:
+        for contexts in self._contexts.values():
+            contexts.begin()
+        if self._names or any(mount.store.active_contexts for mount in self._mounts.values()):
             self._check()
         self.seconds += time.perf_counter() - begin
+
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for contexts in self._contexts.values():
+            contexts.finish()
 
     def _check(self) -> None:
         encoders = self._encoders()
@@ -61,7 +84,7 @@ class DenoiserWatch:
                     f"another feature removed the hooks of role {role!r}, so this prompt was encoded without its concepts; "
                     "they are back now: run the call again"
                 )
-        if not self._warned and all(mount.calls == self._calls[role] for role, mount in self._mounts.items()):
+        if self._names and not self._warned and all(mount.calls == self._calls[role] for role, mount in self._mounts.items()):
             self._warned = True
             warnings.warn(
                 f"concepts {self._names[:8]} are active, but no prompt was encoded since they were last changed: "

@@ -20,6 +20,7 @@ from tiny_engram.quantization import quantize
 from tiny_engram.training import loop, train
 from tiny_engram.training.checkpoint import find_checkpoint, load_checkpoint
 from tiny_engram.training.data import DataError
+from tiny_engram.training.rows import ConceptRows
 
 PROMPTS = ("a {trigger}", "the {trigger} by night")
 
@@ -96,7 +97,7 @@ def test_rows_and_gates_move_and_nothing_else_is_trained(pipe, config, tmp_path)
     trained = {name.removeprefix("master.") for name in tensors if name.startswith("master.")}
     assert trained == {"rows", "gain", "bias"} and state["step"] == result.steps == 4
     assert tensors["master.rows"].ne(0).float().mean() > 0.9
-    assert not torch.equal(tensors["master.gain"], torch.ones(len(tensors["master.gain"]))) and tensors["master.bias"].ne(0).all()
+    assert not torch.equal(tensors["master.gain"], torch.ones_like(tensors["master.gain"])) and tensors["master.bias"].ne(0).all()
     assert all(t.dtype == torch.float32 for t in tensors.values())
     assert len(result.losses) == 4 and all(map(math.isfinite, result.losses)) and tuple(state["losses"]) == result.losses
 
@@ -125,6 +126,7 @@ def test_the_denoiser_s_error_goes_down_on_one_picture(pipe, config, folder):
 def test_every_spelling_trains_rows_of_its_own(pipe, config, tmp_path):
     result = teach(pipe, config(trigger="cat-toy", aliases=("cat-toys",), train_batch_size=4))
     rows = load_checkpoint(tmp_path / "out" / "checkpoint-4")[0]["master.rows"]
+    rows = rows.squeeze(0)  # one mount
     assert rows.shape[0] == result.concept.roles["clip_l"].positions == 6
     assert all(rows[p].abs().max() > 1e-3 for p in range(6)) and not torch.equal(rows[:3], rows[3:])
     assert result.concept.aliases == ("cat-toys",) and result.concept.untrained == ()
@@ -176,7 +178,7 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
     assert left == ["checkpoint-2", "validation"] and find_checkpoint(tmp_path / "parts", "latest") == tmp_path / "parts" / "checkpoint-2"
     kept, rows = load_checkpoint(tmp_path / "parts" / "checkpoint-2"), Concept.load(tmp_path / "parts/checkpoint-2/concept.safetensors")
     assert kept[1]["step"] == len(kept[1]["losses"]) == rows.recipe["step"] == 2
-    assert torch.equal(rows.mount_rows("clip_l").gain, kept[0]["average.gain"])
+    assert torch.equal(rows.mount_rows("clip_l").gain, kept[0]["average.gain"][0])
     # Another pipeline object, as another process would have.
     resumed = teach(tiny.build(), config(**validating, resume_from_checkpoint="latest"))
     assert resumed.losses == whole.losses and resumed.steps == 4
@@ -224,6 +226,7 @@ def test_the_file_holds_the_quantised_average(pipe, config, tmp_path, decay):
     result = teach(pipe, config(ema_decay=decay))
     tensors, _ = load_checkpoint(tmp_path / "out" / "checkpoint-4")
     rows = Concept.load(result.path).mount_rows("clip_l")
+    tensors = {name: tensor.squeeze(0) for name, tensor in tensors.items()}  # one mount
     payload, scale = quantize(tensors["average.rows"])
     assert torch.equal(rows.payload.view(torch.uint8), payload.view(torch.uint8)) and torch.equal(rows.scale, scale)
     assert torch.equal(rows.gain, tensors["average.gain"]) and torch.equal(rows.bias, tensors["average.bias"])
@@ -318,7 +321,7 @@ def test_fp16_mixed_precision_resumes(pipe, config, tmp_path, fresh_accelerate):
 
 def test_a_run_keeps_the_scale_of_its_gradients(adapter):
     """Accelerate's scaler is on with CUDA only, so a scaler of the CPU stands for it here."""
-    module, scaler = loop.ConceptRows(adapter.new_concept("zqx"), "clip_l"), torch.amp.GradScaler("cpu", init_scale=512.0)
+    module, scaler = ConceptRows(adapter.new_concept("zqx"), "clip_l"), torch.amp.GradScaler("cpu", init_scale=512.0)
     run = loop._Run(module, torch.optim.Adam(module.parameters()), scaler)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
     run.keep()

@@ -28,7 +28,10 @@ class TrainConfig:
         skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
         resolution: side of the square pictures are cropped to; None takes the base's own.
         learning_rate: Adam's rate for rows; gates take `gate_learning_rate`. No weight decay on either.
-        rho: bound of the residual as a share of the span's mean norm; None keeps ConceptConfig's.
+        mounts: where the concept is added: "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads),
+            "key" or "value" (one side of that), or single mounts such as "context.0.key".
+        rho: bound of the residual as a share of the span's mean norm; None keeps ConceptConfig's. `context_rho`: that of the context
+            mounts; None takes `rho`.
         snr_gamma: min-SNR weight of the loss; None weighs all timesteps alike.
         ema_decay: of the rows that are validated and saved; 0 saves the last ones.
         validation_prompts: with `{trigger}`; drawn every `validation_steps` steps from fixed seeds. 0 steps: never.
@@ -53,7 +56,9 @@ class TrainConfig:
     lr_scheduler: str = "cosine"
     lr_warmup_steps: int = 10
     max_grad_norm: float = 1.0
+    mounts: tuple[str, ...] = ("span",)
     rho: float | None = None
+    context_rho: float | None = None
     snr_gamma: float | None = 5.0
     ema_decay: float = 0.98
     mixed_precision: str = "no"
@@ -83,6 +88,7 @@ class TrainConfig:
         check(0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
         check(0 <= self.ema_decay < 1, "ema_decay", "a share from 0 to below 1")
         check(self.rho is None or 0 < self.rho < math.inf, "rho", "a number above 0")
+        check(self.context_rho is None or 0 < self.context_rho < math.inf, "context_rho", "a number above 0")
         check(self.snr_gamma is None or 0 < self.snr_gamma < math.inf, "snr_gamma", "a number above 0")
         check(self.resolution is None or self.resolution >= 8, "resolution", "at least 8 pixels")
         check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
@@ -90,10 +96,11 @@ class TrainConfig:
         check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
         limit = self.checkpoints_total_limit
         check(limit is None or limit >= 1, "checkpoints_total_limit", "a whole number from 1")
-        texts = ("aliases", "caption_template", "validation_prompts")
+        texts = ("aliases", "caption_template", "mounts", "validation_prompts")
         for field, kind in (*((name, str) for name in texts), ("validation_seeds", int)):
             value = getattr(self, field)
             check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
+        check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
         for field in ("caption_template", "validation_prompts"):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:

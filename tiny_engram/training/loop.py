@@ -7,7 +7,7 @@ ever sees them. May import everything in tiny_engram but pipelines, studio and c
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,38 +20,21 @@ from tqdm.auto import tqdm
 
 from tiny_engram.adapter import attach, find_adapter
 from tiny_engram.concept import Concept
-from tiny_engram.config import ConceptConfig
+from tiny_engram.config import SPAN, ConceptConfig
+from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
-from tiny_engram.quantization import fake_quantize
-from tiny_engram.residual import Spans, apply_concept
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents
 from tiny_engram.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, scan_folder
+from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.validation import Validator, native_size, thumbnail_of
 
-__all__ = ["ConceptRows", "TrainResult", "denoising_loss", "train"]
+__all__ = ["TrainResult", "denoising_loss", "train"]
 
 logger = logging.getLogger(__name__)
-
-
-class ConceptRows(nn.Module):
-    """Masters of one concept at one mount: rows float32 `[positions, columns, head_dim]`, gain and bias `[positions]`."""
-
-    def __init__(self, concept: Concept, role: str) -> None:
-        super().__init__()
-        start = concept.mount_rows(role)
-        self.rho, self.basis_seed = start.rho, concept.config.basis_seed
-        self.rows = nn.Parameter(start.rows())
-        self.gain = nn.Parameter(start.gain.clone())
-        self.bias = nn.Parameter(start.bias.clone())
-
-    def forward(self, states: torch.Tensor, spans: Spans) -> torch.Tensor:
-        """Text states with the concept in, as it would be served: rows go through the quantiser, gradients straight past it."""
-        rows = fake_quantize(self.rows)
-        return apply_concept(states, spans, rows, self.gain, self.bias, rho=self.rho, basis_seed=self.basis_seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +73,13 @@ def _choose(items: list[int], share: float) -> int:
     return items[int(share * len(items))]
 
 
-def denoising_loss(pipe: Any, module: nn.Module, data: _Data, draws: list[objective.Draw], config: TrainConfig) -> torch.Tensor:
-    """Weighted squared error (a scalar) of one batch, whose every choice is in `draws`."""
+def denoising_loss(
+    pipe: Any, module: nn.Module, contexts: ContextMounts, data: _Data, draws: list[objective.Draw], config: TrainConfig
+) -> torch.Tensor:
+    """Weighted squared error (a scalar) of one batch, whose every choice is in `draws`.
+
+    `module` is a ConceptRows or what Accelerate made of it; `contexts`, whose hooks are held, brings its context mounts to the denoiser.
+    """
     pictures = [int(drawn.picture * len(data.choices)) for drawn in draws]
     picks = [
         _choose(data.bare if drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
@@ -104,7 +92,11 @@ def denoising_loss(pipe: Any, module: nn.Module, data: _Data, draws: list[object
     latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
     states, spans = data.captions.batch(picks)
-    predicted = pipe.unet(noisy.to(dtype), timesteps, module(states, spans).to(dtype), return_dict=False)[0].float()
+    states, read = module(states, spans, dtype)
+    # under mixed precision Accelerate turns a module's output into float32
+    states, read = states.to(dtype), {name: context.to(dtype) for name, context in read.items()}
+    with contexts.giving(states, read):
+        predicted = pipe.unet(noisy.to(dtype), timesteps, states, return_dict=False)[0].float()
     error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
     return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean()
 
@@ -167,7 +159,9 @@ class _Run:
 
     def concept(self, start: Concept, role: str, recipe: dict[str, Any]) -> Concept:
         """The averaged rows, quantised: what is validated and what is saved."""
-        made = start.with_rows(role, self.average["rows"], self.average["gain"], self.average["bias"])
+        made = start
+        for mount, rows, gain, bias in zip(self.module.mounts, *(self.average[name] for name in ("rows", "gain", "bias")), strict=True):
+            made = made.with_rows(role, rows, gain, bias, mount=mount)
         return made.with_details(recipe=recipe)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -183,7 +177,7 @@ class _Run:
                 average = tensors.get(f"average.{name}")
                 if saved is None or average is None or saved.shape != p.shape or average.shape != p.shape:
                     have = "none" if saved is None else list(saved.shape)
-                    raise TinyEngramError(f"checkpoint {name}: {have}, expected {list(p.shape)}; resume with the trigger it was made for")
+                    raise TinyEngramError(f"checkpoint {name}: {have}, expected {list(p.shape)}; resume with what it was made for")
                 p.copy_(saved)
                 self.average[name].copy_(average)
                 prefix = f"optimizer.{name}."
@@ -197,10 +191,10 @@ class _Run:
 
 
 def _resume(run: _Run, folder: Path, config: TrainConfig) -> None:
-    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger."""
+    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger or other mounts."""
     tensors, state = load_checkpoint(folder)
     now = config.to_dict()
-    for field in ("trigger", "aliases"):
+    for field in ("trigger", "aliases", "mounts"):
         if state["config"].get(field) != now[field]:
             raise TinyEngramError(
                 f"{folder}: its {field} is {state['config'].get(field)!r}, expected {now[field]!r}; resume with what it was made for"
@@ -224,7 +218,9 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
     try:
-        with _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values())), _alone(adapter):
+        frozen = _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
+        (contexts,) = adapter.contexts.values()
+        with frozen, _alone(adapter), nullcontext() if config.mounts == (SPAN,) else contexts.held():
             return _train(pipe, adapter, config, progress, on_step)
     finally:
         if not borrowed:
@@ -233,7 +229,8 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
 
 def _start(adapter: Any, config: TrainConfig) -> Concept:
     """The untrained concept, which loads: its trigger is free."""
-    concept_config = ConceptConfig() if config.rho is None else ConceptConfig(rho=config.rho)
+    rho = ConceptConfig().rho if config.rho is None else config.rho
+    concept_config = ConceptConfig(rho=rho, context_rho=config.context_rho, mounts=config.mounts)
     start = adapter.new_concept(config.trigger, config.aliases, config.name, concept_config)
     name = adapter.load_concept(start, rename=True)
     active = name in adapter.get_active_concepts()
@@ -284,6 +281,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
     run = _Run(module, optimizer.optimizer, accelerator.scaler)
+    contexts = adapter.contexts[role]
     validator = Validator(adapter, config, output / "validation")
     if config.resume_from_checkpoint:
         folder = find_checkpoint(output, config.resume_from_checkpoint)
@@ -295,7 +293,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
 
     def recipe() -> dict[str, Any]:
         kept = ("max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed")
-        return {"method": "span", "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
+        return {"mounts": list(config.mounts), "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
 
     def checkpoint() -> None:
         if accelerator.is_main_process:
@@ -318,7 +316,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
                 draws = [objective.draw(config.seed, run.step, first + i, samples) for i in range(share)]
                 with accelerator.accumulate(wrapped):
                     with accelerator.autocast():
-                        loss = denoising_loss(pipe, wrapped, data, draws, config)
+                        loss = denoising_loss(pipe, wrapped, contexts, data, draws, config)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)

@@ -1,0 +1,41 @@
+"""What the families say of their denoisers, against what really runs."""
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from tiny_engram.pipelines.families import family_of
+
+EMBEDDED = "assets/bases/emoji-sd/unet"
+
+
+def embedded_unet(repo_root) -> UNet2DConditionModel:
+    """The embedded base's denoiser with random weights."""
+    config = UNet2DConditionModel.load_config(repo_root / EMBEDDED)
+    return UNet2DConditionModel.from_config(config)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("which", ["tiny", "embedded"])
+def test_context_mounts_are_named_in_running_order(pipe, repo_root, which):
+    unet = pipe.unet if which == "tiny" else embedded_unet(repo_root)
+    family = family_of(pipe)
+    assert family is not None
+    places = family.contexts(unet, "clip_l")
+    modules = {id(getattr(owner, attribute)): name for name, (owner, attribute) in places.items()}
+    states = torch.zeros(1, 3, unet.config.cross_attention_dim)
+    ran: list[str | None] = []
+
+    def note(module, args):
+        if args[0] is states:
+            ran.append(modules.get(id(module)))
+
+    handles = [m.register_forward_pre_hook(note) for m in unet.modules() if isinstance(m, torch.nn.Linear)]
+    try:
+        with torch.no_grad():
+            unet(torch.zeros(1, unet.config.in_channels, 16, 16), 1, states)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # Every projection that reads the text states is a mount, once, and there is no mount that reads nothing.
+    assert ran == list(places) and len(ran) == {"tiny": 8, "embedded": 14}[which]
+    assert ran[:3] == ["context.0.key", "context.0.value", "context.1.key"]
