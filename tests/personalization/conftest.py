@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +15,16 @@ for folder in (ROOT, ROOT / "assets" / "recipe", ROOT / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-
-def painted(name: str, trigger: str, class_word: str) -> SimpleNamespace:
-    """What training reads of a subject."""
-    return SimpleNamespace(name=name, trigger=trigger, class_word=class_word)
+from benchmarks.personalization.subjects import Subject, TaughtPicture  # noqa: E402
 
 
-def pictures(seed: int, count: int = 5, captions: int = 3) -> list[SimpleNamespace]:
+def painted(name: str, trigger: str, class_word: str) -> Subject:
+    """A subject whose one sprite nobody looks at: training reads pictures."""
+    sprites = np.zeros((1, 128, 128, 4), np.uint8)
+    return Subject(name, "object", "development", trigger, class_word, None, sprites, ("3d",), (0,))
+
+
+def pictures(seed: int, count: int = 5, captions: int = 3) -> list[TaughtPicture]:
     """Discs on plain grounds, each with captions of its own."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:128, :128]
@@ -31,18 +33,18 @@ def pictures(seed: int, count: int = 5, captions: int = 3) -> list[SimpleNamespa
         inside = (x - rng.integers(40, 90)) ** 2 + (y - 64) ** 2 < rng.integers(25, 45) ** 2
         image = np.where(inside[..., None], rng.integers(0, 256, 3), rng.integers(0, 256, 3)).astype(np.uint8)
         texts = tuple(f"a {{0}}, picture {i} said {way} times" for way in range(2, 2 + captions))
-        made.append(SimpleNamespace(image=image, captions=texts))
+        made.append(TaughtPicture(image, texts, "gray"))
     return made
 
 
 @pytest.fixture(scope="session")
-def subjects() -> dict[str, SimpleNamespace]:
+def subjects() -> dict[str, Subject]:
     given = (("disc", "rugo-bin", "ball"), ("spot", "vex-lumo", "hot air balloon"), ("dot", "kelo-vin", "tomato"))
     return {name: painted(name, *words) for name, *words in given}
 
 
 @pytest.fixture(scope="session")
-def shown() -> list[SimpleNamespace]:
+def shown() -> list[TaughtPicture]:
     """Two pictures with captions."""
     return pictures(3, count=2)
 

@@ -1,5 +1,6 @@
 """Training of many runs at once, against `tiny_engram train` and against each run alone."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from benchmarks.personalization.base import Taught
+from benchmarks.personalization.base import Base, Taught
 from benchmarks.personalization.methods import METHODS
 from benchmarks.personalization.methods.method import Adapters
 from benchmarks.personalization.runs import Run
@@ -145,3 +146,23 @@ def test_mismatches_are_refused(base, taught, inversions, run):
         teach(base, inversions(0), [taught["dot"]], steps=1)
     with pytest.raises(ValueError, match="one run at a time, not 2"):
         METHODS["full"](base, [run("full"), run("full", seed=1)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["inversion-t", "lora-both-r8"])
+def test_a_step_on_a_gpu_waits_for_nothing_and_equals_the_cpu(base, subjects, taught, run, name):
+    there = Base.load("cuda")
+    there.subjects = subjects
+    runs = [run(name, "disc"), run(name, "spot", seed=1)]
+    moved = [dataclasses.replace(data, means=data.means.cuda(), stds=data.stds.cuda()) for data in (taught["disc"], taught["spot"])]
+
+    def on_step(done: int) -> None:
+        # the first step may allocate; what follows must not synchronise, or it raises
+        torch.cuda.set_sync_debug_mode("error" if done < 4 else "default")
+
+    try:
+        losses = teach(there, METHODS[name](there, runs), moved, steps=4, batch_size=2, on_step=on_step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = teach(base, METHODS[name](base, runs), [taught["disc"], taught["spot"]], steps=4, batch_size=2)
+    torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=1e-4)
