@@ -273,9 +273,10 @@ def levers(
     for variant in variants:
         unknown = set(variant) - {"label", "options", "learning_rates", "factors", "method"}
         label = variant.get("label")
-        if unknown or not isinstance(label, str) or not label or label in seen:
+        if unknown or not isinstance(label, str) or not label or "/" in label or label in seen:
             raise PlanError(
-                f"variant {dict(variant)!r}: expected a label of its own, options, and if wanted method and learning_rates or factors"
+                f"variant {dict(variant)!r}: expected a label of its own without a slash, options, and if wanted "
+                "method, learning_rates or factors"
             )
         seen.add(label)
         method = _known(variant.get("method", OURS))

@@ -145,13 +145,13 @@ def save_results(path: Path, results: Mapping[str, Any]) -> None:
     """As JSON with a record a line: changes stay readable."""
 
     def lines(value: Any, deep: int) -> str:
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if deep > 3 or not any(isinstance(one, dict | list) for one in held):
-            return json.dumps(value, separators=(",", ":"))
-        pad = " " * deep
-        if isinstance(value, dict):
-            return "{\n" + ",\n".join(f"{pad} {json.dumps(k)}: {lines(v, deep + 1)}" for k, v in value.items()) + f"\n{pad}}}"
-        return "[\n" + ",\n".join(f"{pad} {lines(v, deep + 1)}" for v in value) + f"\n{pad}]"
+        pad = "\n" + " " * (deep + 1)
+        if isinstance(value, dict) and value and deep < 2:
+            entries = [f"{json.dumps(name)}: {lines(entry, deep + 1)}" for name, entry in value.items()]
+            return "{" + pad + f",{pad}".join(entries) + pad[:-1] + "}"
+        if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+            return "[" + pad + f",{pad}".join(json.dumps(entry, separators=(",", ":")) for entry in value) + pad[:-1] + "]"
+        return json.dumps(value)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (lines(results, 0) + "\n").encode())

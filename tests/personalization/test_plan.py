@@ -104,7 +104,7 @@ def test_levers_name_options_and_rates(names):
     assert {run.options for run in wide.runs} == {(("mounts", "key+value"), ("rho", 5.0))} and len(wide.runs) == 5 and wide.pairs
     assert sorted({run.learning_rate for run in fast.runs}) == pytest.approx([RATES["ours"], 10 * RATES["ours"]])
     assert {(run.method, run.learning_rate) for run in given.runs} == {("inversion-t", 0.25)}
-    for bad in ({"options": {}}, {"label": "", "options": {}}, {"label": "a", "rates": [1]}):
+    for bad in ({"options": {}}, {"label": "", "options": {}}, {"label": "a/b", "options": {}}, {"label": "a", "rates": [1]}):
         with pytest.raises(PlanError, match="expected a label of its own"):
             plan.levers(names, FULL, {"ours": 0.5}, [bad])
     with pytest.raises(PlanError, match="expected a label of its own"):
