@@ -1,16 +1,17 @@
 """The comparison in small, on the CPU: the ordering that the full one shows must hold here too."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from benchmarks.personalization.__main__ import main
 from benchmarks.personalization.plan import selection_score
 
 
 @pytest.mark.slow
-def test_ours_is_above_textual_inversion(tmp_path):
-    assert main(["--reduced", "--out", str(tmp_path)]) == 0
+def test_ours_is_above_textual_inversion(repo_root, tmp_path):
+    subprocess.run([sys.executable, "-m", "benchmarks.personalization", "--reduced", "--out", str(tmp_path)], cwd=repo_root, check=True)
     records = json.loads((tmp_path / "results.json").read_text())["stages"]["methods"]
     scores = {m: selection_score([r for r in records if r["method"] == m]) for m in ("inversion-t", "lora-unet-r8", "ours")}
     print(scores)
