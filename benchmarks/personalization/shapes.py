@@ -31,7 +31,9 @@ class Shape:
     Attributes:
         linears: (inputs, outputs) of every layer that LoRA is put on.
         places: how often the denoiser's attentions read the text.
-        groups: places with rows of their own where neighbours share: one a transformer stack of a UNet, seven in SD3.5.
+        sets: how many sets of rows a kind of context mount has where places share them: "none" one a place, "stack" one a
+            transformer stack of a UNet and seven in SD3.5, "stage" down, middle and up, "width" one for each width of
+            attention, "all" one.
         encoders: widths of the text encoders' outputs, which their span mounts see.
         read: widths of the rows that a trigger has at one place, over all its positions' encoders.
     """
@@ -40,7 +42,7 @@ class Shape:
     source: str
     linears: tuple[tuple[int, int], ...]
     places: int
-    groups: int
+    sets: Mapping[str, int]
     encoders: tuple[int, ...]
     read: tuple[int, ...]
 
@@ -59,29 +61,31 @@ def lora(shape: Shape, rank: int = 8) -> Payload:
     return Payload(values, 2 * values)
 
 
-def _mount(width: int, positions: int) -> Payload:
-    values = positions * ROW_VALUES * -(-width // ROW_VALUES)
-    return Payload(values + 2 * positions, values + values // 32 + GATE_BYTES * positions)
-
-
-def concept(shape: Shape, *, mounts: Sequence[str] = ("span", "key", "value"), positions: int = 4, grouped: bool = False) -> Payload:
+def concept(
+    shape: Shape,
+    *,
+    mounts: Sequence[str] = ("key", "value"),
+    positions: int = 4,
+    share: str = "none",
+    held: float = 1.0,
+    gate_shared: bool = False,
+) -> Payload:
     """Rows, scales and gates of a concept.
 
     Args:
-        mounts: any of "span" (the encoders' outputs), "key" and "value" (what the attentions read).
+        mounts: "key" and "value" are at every place where the denoiser reads the text; any other ("span", "input", "layer-k") is
+            one at each text encoder. Named twice, it has two sets of rows, for two bands of timesteps.
         positions: tokens of the trigger in each tokenizer.
-        grouped: one set of rows for each of the shape's groups in place of one for each attention.
-
-    Raises:
-        ValueError: another mount is asked for.
+        share: which places have rows in common, a name of the shape's `sets`.
+        held: share of the rows that a width takes which are held; the rest are zero.
+        gate_shared: one gate for all mounts of a position.
     """
-    if wrong := sorted(set(mounts) - {"span", "key", "value"}):
-        raise ValueError(f"mounts {wrong}: expected some of 'span', 'key', 'value'")
-    widths = list(shape.encoders) if "span" in mounts else []
-    for _ in range(len({"key", "value"} & set(mounts)) * (shape.groups if grouped else shape.places)):
-        widths += shape.read
-    parts = [_mount(width, positions) for width in widths]
-    return Payload(sum(part.values for part in parts), sum(part.nbytes for part in parts))
+    widths: list[int] = []
+    for mount in mounts:
+        widths += shape.read * shape.sets[share] if mount in ("key", "value") else shape.encoders
+    values = positions * sum(ROW_VALUES // 2 * round(2 * held * -(-width // ROW_VALUES)) for width in widths)
+    gates = positions * (len(shape.read) if gate_shared else len(widths))
+    return Payload(values + 2 * gates, values + values // 32 + GATE_BYTES * gates)
 
 
 def _stacks(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
@@ -109,8 +113,8 @@ def unet_shape(name: str, source: str, config: Mapping[str, Any], encoders: Sequ
         name=name,
         source=source,
         linears=tuple(linears),
-        places=sum(depth for _, depth in stacks),
-        groups=len(stacks),
+        places=(places := sum(depth for _, depth in stacks)),
+        sets={"none": places, "stack": len(stacks), "stage": 3, "width": len({width for width, _ in stacks}), "all": 1},
         encoders=tuple(encoders),
         read=tuple(encoders),
     )
@@ -124,7 +128,7 @@ def sd3_shape(name: str, source: str, config: Mapping[str, Any], encoders: Seque
         source=source,
         linears=((width, width),) * (8 * blocks - 1),
         places=blocks,
-        groups=min(SPREAD, blocks),
+        sets={"none": blocks, "stack": min(SPREAD, blocks), "stage": 3, "width": 1, "all": 1},
         encoders=tuple(encoders),
         read=(width, width),  # one row for CLIP's position, one for T5's
     )

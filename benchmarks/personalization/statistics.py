@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ def draw_counts(subjects: tuple[str, ...], seed: int = 0, resamples: int = RESAM
     return generator.multinomial(len(subjects), np.full(len(subjects), 1 / len(subjects)), size=resamples).astype(np.float64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """A mean over subjects and its value in every resample.
 
@@ -44,15 +44,19 @@ class Estimate:
     draws: np.ndarray = field(repr=False)
     subjects: tuple[str, ...]
 
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % percentile interval."""
+        low, high = np.percentile(self.draws[~np.isnan(self.draws)], [2.5, 97.5])
+        return float(low), float(high)
+
     @property
     def low(self) -> float:
-        """The lower end of the 95 % percentile interval."""
-        return float(np.nanpercentile(self.draws, 2.5))
+        return self.interval[0]
 
     @property
     def high(self) -> float:
-        """The upper end of the 95 % percentile interval."""
-        return float(np.nanpercentile(self.draws, 97.5))
+        return self.interval[1]
 
     def __sub__(self, other: Estimate) -> Estimate:
         """The paired difference.

@@ -7,9 +7,10 @@ import torch
 from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 
+from benchmarks.personalization.methods import METHODS
+from benchmarks.personalization.results import layout
 from benchmarks.personalization.shapes import EMBEDDED, SD15, SD35_LARGE, SD35_MEDIUM, SDXL, SHAPES, concept, lora, unet_shape
 from tiny_engram import attach
-from tiny_engram.pipelines.loaders import load_pipeline
 
 BY_NAME = {shape.name: shape for shape in SHAPES}
 UNET_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -39,7 +40,8 @@ def test_unets(repo_root, name, config, known):
     with torch.device("meta"):
         model = UNet2DConditionModel(**config)
         assert shape.places == len(text_readers(model))
-        assert shape.groups == sum(type(m).__name__ == "Transformer2DModel" for m in model.modules())
+        assert shape.sets["stack"] == sum(type(m).__name__ == "Transformer2DModel" for m in model.modules())
+        assert shape.sets["width"] == len({m.to_k.out_features for m in text_readers(model)})
         values = lora_values(model, UNET_TARGETS)
     assert lora(shape).values == values == known and lora(shape).nbytes == 2 * values
     assert lora(shape, 4).values == values / 2
@@ -56,9 +58,8 @@ def test_joint_transformers(name, config, known):
     assert lora(shape).values == values == known
 
 
-def test_a_span_mount_weighs_what_the_product_stores(repo_root):
-    pipe = load_pipeline(str(repo_root / "assets/bases/emoji-sd"))
-    adapter = attach(pipe)
+def test_a_span_mount_weighs_what_the_product_stores(base):
+    adapter = attach(base.pipe)
     trigger = "tano-bix"
     positions = adapter.compile(trigger)["clip_l"].positions
     stored = adapter.new_concept(trigger)
@@ -68,20 +69,41 @@ def test_a_span_mount_weighs_what_the_product_stores(repo_root):
 
 def test_a_concept_with_every_mount_fits_the_promise_on_the_base():
     shape = BY_NAME["embedded base"]
-    whole = concept(shape)
+    whole = concept(shape, mounts=("span", "key", "value"))
     # 15 mounts of width 128, four positions: 128 values, 4 scales and 8 bytes of gate each.
     assert whole.nbytes == 15 * 4 * (128 + 4 + 8) == 8_400
     assert whole.nbytes * 25 <= lora(shape).nbytes
     assert whole.values == 15 * 4 * (128 + 2)
     assert concept(shape, mounts=("key",)).nbytes == 7 * 4 * 140
-    assert concept(shape, grouped=True) == whole  # a stack is one block deep here
+    assert concept(shape, mounts=("key", "key", "layer-1")).nbytes == 15 * 4 * 140
+    assert concept(shape, share="stack") == concept(shape)  # a stack is one block deep here
     xl = BY_NAME["SDXL"]
     assert concept(xl, mounts=("value",)).nbytes == 70 * 4 * (2048 + 64 + 2 * 8)
-    assert concept(xl, mounts=("value",), grouped=True).nbytes == 11 * 4 * (2048 + 64 + 2 * 8)
+    assert concept(xl, mounts=("value",), share="stack").nbytes == 11 * 4 * (2048 + 64 + 2 * 8)
+    assert concept(xl, mounts=("value",), share="all", gate_shared=True).nbytes == 4 * (2048 + 64 + 2 * 8)
 
 
-def test_what_cannot_be_worked_out_is_refused():
-    with pytest.raises(ValueError, match="'deep'.*expected some of"):
-        concept(SHAPES[0], mounts=("span", "deep"))
+OPTIONS = [
+    {},
+    {"mounts": "span+key+value"},
+    {"mounts": "input+layer-1+value", "bands": 2},
+    {"share": "stage"},
+    {"share": "width", "gate_shared": True},
+    {"share": "all", "columns": 2},
+    {"mounts": "span+value", "columns": 3, "gate_shared": True},
+]
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+def test_it_weighs_what_the_method_ships_on_the_base(base, run, given):
+    adapters = METHODS["ours"](base, [run("ours", **given)])
+    positions = len(base.word_ids(base.subject("disc").trigger))
+    worked_out = concept(BY_NAME["embedded base"], positions=positions, **layout(adapters.options))
+    assert worked_out.nbytes == adapters.payload(0)
+    # Trained rows and gates; the method trains a gate for each of its mounts and positions.
+    assert worked_out.values == adapters.trainable()
+
+
+def test_encoders_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="do not make the 768"):
         unet_shape("SD1.5", "", SD15, (640,))

@@ -1,0 +1,130 @@
+"""Writes docs/results.md's tables, plots and contact sheets from the results file, and says whether the page agrees with it.
+
+    python -m benchmarks.personalization.report                       # tables, plots, and sheets from build/personalization
+    python -m benchmarks.personalization.report --check               # exit code 1 where the page's tables differ
+
+Between the lines `<!-- results:NAME -->` and `<!-- /results:NAME -->` everything is replaced; no figure stands elsewhere on
+the page. What has not been measured says so, and which stage of the bench measures it. Imports the tables, plots and sheets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.personalization import tables_development, tables_final
+from benchmarks.personalization.results import PATH, ROOT, NotMeasured, Results
+from tiny_engram.files import write_atomically
+
+PAGE = ROOT / "docs" / "results.md"
+IMAGES = "images/personalization"
+MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- /results:(?P=name) -->)", re.DOTALL)
+TABLES: dict[str, Callable[[Results], str]] = {**tables_final.TABLES, **tables_development.TABLES}
+PLOTS = {
+    "fidelity": "Concept fidelity against prompt fidelity, with 95 % intervals",
+    "seconds": "Concept fidelity against seconds of training",
+    "bytes": "Concept fidelity against bytes",
+}
+
+
+def _pictures(folder: Path, names: dict[str, str]) -> str:
+    """Links to those that are there, one a paragraph."""
+    there = [f"![{text}]({IMAGES}/{name}.png)\n" for name, text in names.items() if (folder / IMAGES / f"{name}.png").exists()]
+    if not there:
+        raise NotMeasured("no pictures have been drawn; python -m benchmarks.personalization report draws them")
+    return "\n".join(there)
+
+
+def blocks(results: Results, folder: Path) -> dict[str, Callable[[], str]]:
+    """What may stand between markers; `folder` holds the page."""
+
+    def sheets() -> str:
+        stems = sorted(path.stem for path in (folder / IMAGES).glob("sheet-*.png"))
+        return _pictures(folder, {stem: stem.removeprefix("sheet-").replace("-", " ").capitalize() for stem in stems})
+
+    made: dict[str, Callable[[], str]] = {name: lambda make=make: make(results) for name, make in TABLES.items()}
+    plots = {f"plot-{name}": lambda name=name, text=text: _pictures(folder, {name: text}) for name, text in PLOTS.items()}
+    return made | plots | {"sheets": sheets}
+
+
+def fill_in(text: str, results: Results, folder: Path) -> str:
+    """The page with every marked place written anew.
+
+    Raises:
+        ValueError: a marker that is none of the blocks, or a block that the page has no place for.
+    """
+    made = blocks(results, folder)
+    found = [match["name"] for match in MARKED.finditer(text)]
+    if unknown := sorted(set(found) - set(made)):
+        raise ValueError(f"marker results:{unknown[0]} is none of {', '.join(made)}")
+    if lacking := [name for name in made if name not in found]:
+        raise ValueError(f"the page has no place for {lacking[0]}: put '<!-- results:{lacking[0]} -->' and its end there, a line each")
+
+    def replaced(match: re.Match[str]) -> str:
+        try:
+            block = made[match["name"]]()
+        except NotMeasured as missing:
+            block = f"*Not measured yet: {missing}.*\n"
+        return f"{match[1]}{block}{match[4]}"
+
+    return MARKED.sub(replaced, text)
+
+
+def differing(text: str, results: Results, folder: Path) -> list[str]:
+    """Names of the marked places of a page that do not say what the results say."""
+    anew = {match["name"]: match["old"] for match in MARKED.finditer(fill_in(text, results, folder))}
+    return [match["name"] for match in MARKED.finditer(text) if match["old"] != anew[match["name"]]]
+
+
+def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE) -> None:
+    """Draw plots and, where the folder `pictures` holds pieces, sheets, and fill in the page.
+
+    Raises:
+        ValueError: the results file is none, or the page lacks a marker.
+    """
+    measured = Results.load(results)
+    from benchmarks.personalization import plots, sheets
+    from benchmarks.personalization.store import Pictures
+
+    folder = page.parent / IMAGES
+    drawn = plots.draw_all(measured, folder)
+    if pictures is not None and any(pictures.glob("*.zip")):
+        drawn += sheets.draw_all(measured, Pictures(pictures), folder)
+    text = page.read_text()
+    write_atomically(page, fill_in(text, measured, page.parent).encode())
+    for path in [*drawn, page]:
+        print(f"{path.name}, {path.stat().st_size:,} bytes")
+
+
+def check(results: Path = PATH, page: Path = PAGE) -> list[str]:
+    """Names of the places of the page that differ from the results file; none where they agree."""
+    return differing(page.read_text(), Results.load(results), page.parent)
+
+
+def cli(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.personalization.report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page agrees with the results")
+    parser.add_argument("--results", type=Path, default=PATH)
+    parser.add_argument("--pictures", type=Path, default=ROOT / "build" / "personalization", help="the folder of pieces")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(words)
+    try:
+        if not args.check:
+            main(args.results, args.pictures, args.page)
+            return 0
+        wrong = check(args.results, args.page)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if wrong:
+        print(f"{args.page.name} does not agree with {args.results.name} in {', '.join(wrong)}; run this without --check", file=sys.stderr)
+        return 1
+    print(f"{args.page.name} agrees with {args.results.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
