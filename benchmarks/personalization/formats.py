@@ -68,6 +68,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = [list(row) for row in rows]
     if wrong := [row for row in body if len(row) != len(heads)]:
         raise ValueError(f"row {wrong[0]}: expected {len(heads)} cells, one for each of {list(heads)}")
-    figures = [bool(body) and all(row[i].lstrip("*+-<= ")[:1].isdigit() or row[i] == ABSENT for row in body) for i in range(len(heads))]
+    columns = list(zip(*body, strict=True)) or [()] * len(heads)
+    figures = [bool(column) and all(c in ("", ABSENT) or c.lstrip("*+-<= ")[:1].isdigit() for c in column) for column in columns]
     lines = [heads, ["---:" if figure else "---" for figure in figures], *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

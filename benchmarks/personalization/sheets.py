@@ -72,7 +72,7 @@ def pairs_sheet(methods: Mapping[str, str], pictures: Mapping[str, np.ndarray], 
     """Rows are methods, columns some pairs of subjects, spread over all; None where no method has one."""
     known: dict[str, None] = {}
     for key in pictures:
-        method, pair, of, at, context = key.split("/")
+        method, pair, of, at, context = key.rsplit("/", 4)
         if context == "pair" and method in methods.values() and (of, at) == (str(seed), str(step)):
             known[pair] = None
     if not known:

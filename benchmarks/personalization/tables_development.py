@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.personalization.formats import cell, count, percents, ranged, table
 from benchmarks.personalization.plan import RATE_FACTORS, selection_score
-from benchmarks.personalization.results import OURS, NotMeasured, Results
+from benchmarks.personalization.results import FIDELITY, OURS, NotMeasured, Results
 from benchmarks.personalization.statistics import Estimate, estimate
 
 STAGE = "methods"
@@ -100,23 +100,22 @@ def assumptions(results: Results) -> str:
     return "\n".join(parts)
 
 
-def _flat(found: Mapping[str, Any], before: Sequence[str] = ()) -> Iterable[tuple[str, Any]]:
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, (*before, name))
-        else:
-            yield " / ".join((*before, name)).replace("_", " "), value
+def _grid(corner: str, columns: Mapping[str, Mapping[str, float]]) -> str:
+    """{column: {line: figure}} as a table."""
+    lines = dict.fromkeys(line for column in columns.values() for line in column)
+    rows = [[line, *(f"{column[line]:.3f}" if line in column else "" for column in columns.values())] for line in lines]
+    return table([corner, *columns], rows)
 
 
 def judges(results: Results) -> str:
     """How right the judges are on real pictures, and what real pictures sent through the autoencoder reach."""
-    parts = []
-    for name, title in (("judges", "The judges' own accuracy"), ("ceilings", "Ceilings")):
-        found = results.data.get(name)
-        if not found:
-            raise NotMeasured("stage base has not been run")
-        rows = [[what, f"{value:.3f}" if isinstance(value, float) else str(value)] for what, value in _flat(found)]
-        parts.append(f"{title}:\n\n" + table(["on", "figure"], rows))
+    right, most = results.data.get("judges"), results.data.get("ceilings")
+    if not right or not most:
+        raise NotMeasured("stage base has not been run")
+    columns = {f"{split}, {kind}": found for split, kinds in right.items() for kind, found in kinds.items()}
+    fields = {**FIDELITY, "identity": "identity, EfficientNet", "identity_lpips": "identity, LPIPS", "prompt": "prompt fidelity"}
+    reached = {name: {context: found[field] for context, found in most.items() if field in found} for field, name in fields.items()}
+    parts = [_grid("share of verdicts that are right", columns), "Ceilings, by context:\n", _grid("context", reached)]
     return "\n".join(parts)
 
 

@@ -97,6 +97,8 @@ def test_the_figures_are_the_means_of_the_records(data, filled):
     assert rows(block(filled, "sweep"))["Ours"][2] == f"**{data['rates']['ours']['score']:.3f}**"
     assert [line[-1] for line in rows(block(filled, "levers")).values()] == ["better", "no better"]
     assert rows(block(filled, "shapes"))["SD1.5"][1:3] == ["1,594,368", "3,188,736"]
+    ceilings = rows(block(filled, "judges").partition("Ceilings")[2])
+    assert ceilings["taught"][0] == "0.980" and ceilings["taught"][-1] == "0.970"
 
 
 def test_wall_time_gives_each_method_the_steps_that_fit(data, filled):
@@ -114,6 +116,8 @@ def test_promises_that_hold(data):
     too_big = ("SDXL", "SD3.5 medium", "SD3.5 large")
     assert [p.subject for p in found.values() if not p.met] == [f"payload on {name}, worked out" for name in too_big]
     assert found["largest change without the trigger"].measured == "0"
+    alone = verdicts(recosted(data, "ours", not_shipped="bands is 2"))["largest change without the trigger"]
+    assert alone.met and "no concept file holds it: bands is 2" in alone.measured
 
 
 @pytest.mark.parametrize(
