@@ -64,6 +64,16 @@ def test_no_measured_figure_is_typed():
     assert not re.findall(r"\d\.\d|\d\s?%(?! intervals)", outside)
 
 
+def test_what_the_page_points_to_exists():
+    page = report.PAGE.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    headings = {re.sub(r"[^\w -]", "", line[3:]).strip().lower().replace(" ", "-") for line in page.splitlines() if line.startswith("## ")}
+    anchors = {link[1:] for link in links if link.startswith("#")}
+    assert len(anchors) > 2 and anchors <= headings
+    assert [link for link in links if not link.startswith(("#", "http")) and not (report.PAGE.parent / link).exists()] == []
+    assert "benchmarks/personalization/README.md" in page
+
+
 def test_every_place_is_filled_and_stays(data, filled):
     assert "Not measured yet" not in re.sub(r"\*Not measured yet: no pictures[^*]*\*", "", filled)
     assert report.differing(filled, Results(data), report.PAGE.parent) == []
