@@ -195,11 +195,12 @@ def test_states_cast_for_the_denoiser(tiny, dtype):
 
 
 def test_rows_of_no_known_prompt_are_told(tiny, adapter, pipe):
-    before, _ = adapter.encode([PROMPT])
+    unique = "a zqx bolo that nobody asked for before"
+    before, _ = adapter.encode(unique)
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=SIDES))
     with pytest.raises(MountError, match="row 0 of the .1, 77, 128. text states .* make prompt embeds with adapter.encode"):
         run(pipe, before)
-    states, _ = adapter.encode(PROMPT)
+    states, _ = adapter.encode(unique)
     for strange in (torch.cat((states, states * 1.001)), torch.cat((states, states[:, :70].repeat(1, 2, 1)[:, :77]))):
         with pytest.raises(MountError, match="row 1 of the"):
             run(pipe, strange)

@@ -35,6 +35,7 @@ class CallHook:
         self.pre, self.strict, self.always = pre, strict, always
         self._handle: Any = None
 
+    @torch.compiler.disable  # what a hook does depends on the prompt: it runs outside the graph
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         if self._call is not None and self._module() is module:
             return self._call(*arguments)
@@ -44,9 +45,6 @@ class CallHook:
                 "call tiny_engram.attach on its pipeline (and load the concepts there) or detach before copying"
             )
         return None
-
-    # Under torch.compile hooks run outside the graph: what they do depends on the prompt.
-    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CallHook":
         return self._stray(self.strict, self.pre)
@@ -78,10 +76,11 @@ class CallHook:
         module = self._module()
         if module is None or self.attached:
             return
+        hook: Any = self
         if self.pre:
-            self._handle = module.register_forward_pre_hook(self, with_kwargs=True)
+            self._handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         else:
-            self._handle = module.register_forward_hook(self, with_kwargs=True, always_call=self.always)
+            self._handle = module.register_forward_hook(hook, with_kwargs=True, always_call=self.always)
 
     def detach(self) -> None:
         """Take the hook out of its module's dictionary."""
