@@ -52,9 +52,11 @@ REDUCED_METHODS = ("inversion-t", "lora-unet-r8", OURS)
 SEEDS = (0, 1, 2)
 # Identity is always judged among so many subjects, on the development subjects too: known ones fill up.
 CHOICES = 15
+FIDELITY = ("effnet_best", "lpips_best", "identity", "identity_lpips")
 RULE = (
-    "the learning rate with the highest mean, over the development subjects, of half concept fidelity (mean of the best-reference "
-    "similarities by EfficientNet and by LPIPS over the nine contexts) and half prompt fidelity (mean over those that ask for something)"
+    "the learning rate with the highest mean, over the development subjects, of half concept fidelity (mean of best-reference "
+    "similarity and identity, each by EfficientNet and by LPIPS, over the nine contexts) and half prompt fidelity (mean over those that "
+    "ask for something)"
 )
 
 
@@ -362,7 +364,8 @@ def selection_score(records: Sequence[Mapping[str, Any]]) -> float:
         by_subject.setdefault(record["subject"], []).append(record)
     scores = []
     for own in by_subject.values():
-        fidelity = fmean((record["effnet_best"] + record["lpips_best"]) / 2 for record in own)
+        # similarities alone would say little: a thing of the right kind, untaught, has half of what a perfect picture has
+        fidelity = fmean(fmean(record[name] for name in FIDELITY) for record in own)
         scores.append(0.5 * fidelity + 0.5 * fmean(record["prompt"] for record in own if "prompt" in record))
     return fmean(scores)
 

@@ -18,10 +18,9 @@ def names():
 
 
 def record(method, subject, rate, fidelity, prompt, context="taught"):
-    return {
-        "method": method, "subject": subject, "learning_rate": rate, "context": context,
-        "effnet_best": fidelity + 0.1, "lpips_best": fidelity - 0.1, **({} if prompt is None else {"prompt": prompt}),
-    }  # fmt: skip
+    scores = {"effnet_best": fidelity + 0.1, "lpips_best": fidelity - 0.1, "identity": fidelity + 0.2, "identity_lpips": fidelity - 0.2}
+    found = {"method": method, "subject": subject, "learning_rate": rate, "context": context} | scores
+    return found if prompt is None else found | {"prompt": prompt}
 
 
 def test_sizes_that_were_asked_for(names):
