@@ -8,6 +8,7 @@ import torch
 import tiny_engram
 from benchmarks.personalization.draw import draw
 from benchmarks.personalization.methods.class_fit import CARRIERS
+from benchmarks.personalization.methods.method import Rows
 from benchmarks.personalization.methods.ours import ROLE, Ours
 from benchmarks.personalization.methods.ours_options import Options
 from benchmarks.personalization.methods.spans import BASES, CONFIG, hooked
@@ -180,6 +181,24 @@ def test_rows_learn_from_zero(base, make):
     ours = make(fill=0.0, mounts=ALL)
     denoise(base, ours, prompts(base, ours.runs))[0].square().sum().backward()
     assert all((ours.held("rows", kind).grad != 0).all() for kind in ours.options.kinds)
+
+
+@pytest.mark.parametrize("columns", [4, 3])
+def test_training_is_the_products_arithmetic_up_to_rounding(base, make, columns):
+    """States and gradients by the shorter way that training takes."""
+    ours = make("disc", mounts="span", columns=columns, fill=0.03)
+    rows = prompts(base, ours.runs)
+    weights = torch.randn(rows.states.shape, generator=torch.Generator().manual_seed(1))
+    own, plain = (Rows(rows.ids, rows.states.clone().requires_grad_(), rows.run, rows.spans) for _ in range(2))
+    full = torch.nn.functional.pad(ours.held("rows", "span")[0, 0], (0, 0, 0, 4 - columns))
+    gates = [ours.held(name, "span")[0, 0] for name in ("gain", "bias")]
+    by_the_product = apply_concept(plain.states, spans_of(rows), fake_quantize(full), *gates, rho=ours.options.rho)
+    moved = ours.states(base, own)
+    torch.testing.assert_close(moved, by_the_product, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((moved * weights).sum(), [own.states, *ours.parameters()])
+    wanted = torch.autograd.grad((by_the_product * weights).sum(), [plain.states, *ours.parameters()])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
 @torch.no_grad()

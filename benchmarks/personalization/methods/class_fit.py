@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from benchmarks.personalization.methods.spans import BASES, Places, encoder_with
-from tiny_engram.kernels.fixed_basis import fixed_basis
+from benchmarks.personalization.methods.spans import Places, basis_matrices, encoder_with
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.residual import span_mean_norm
 
@@ -91,8 +90,7 @@ def _solve(ours: Ours, kind: str, places: Places, h: torch.Tensor, delta: torch.
     """
     rows = ours.held("rows", kind)
     runs, _, positions, kept, head_dim = rows.shape
-    inputs = torch.eye(ours.columns * head_dim, device=h.device)
-    key_basis, value_basis = (fixed_basis(inputs, width=ours.width, seed=seed)[: kept * head_dim] for seed in BASES)
+    key_basis, value_basis = basis_matrices(ours.columns * head_dim, ours.width, h.device)[:, : kept * head_dim]
     scale, norm = ours.get_buffer(f"rho_{kind}")[places.run], span_mean_norm(h, torch.tensor(places.length))
     one, own = torch.ones_like(scale), places.run * positions + places.position
 

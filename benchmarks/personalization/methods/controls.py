@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.personalization.methods.ours import Ours
-from benchmarks.personalization.methods.spans import BASES, CONFIG, Places
+from benchmarks.personalization.methods.spans import CONFIG, Places, basis_matrices
 from benchmarks.personalization.runs import Run
-from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.residual import span_mean_norm
 
@@ -69,10 +68,8 @@ class TrainableBasis(Ours):
 
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__(base, runs)
-        inputs = torch.eye(self.columns * CONFIG.head_dim, device=base.device)
-        for name, seed in zip(("key_basis", "value_basis"), BASES, strict=True):
-            matrix = fixed_basis(inputs, width=self.width, seed=seed)
-            setattr(self, name, nn.Parameter(matrix.expand(len(runs), -1, -1).clone()))
+        bases = basis_matrices(self.columns * CONFIG.head_dim, self.width, base.device)
+        self.key_basis, self.value_basis = (nn.Parameter(basis.expand(len(runs), -1, -1).clone()) for basis in bases)
 
     def arithmetic(
         self, here: torch.Tensor, places: Places, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor

@@ -18,7 +18,7 @@ from torch.nn import functional
 from benchmarks.personalization.methods.class_fit import fit_class
 from benchmarks.personalization.methods.method import Adapters, Rows
 from benchmarks.personalization.methods.ours_options import Options
-from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, hooked, moved
+from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, gathered, hooked, moved
 from benchmarks.personalization.runs import Run
 from tiny_engram.concept import Concept
 from tiny_engram.kernels.fixed_basis import fixed_basis
@@ -51,7 +51,7 @@ class Ours(Adapters):
         super().__init__(base, runs)
         each = Options.of_stack(runs, self.preset)
         self.options = options = each[0]
-        self.ema_decay, self.schedule, self.betas = options.ema, options.schedule, (0.9, options.beta2)
+        self.ema_decay, self.schedule, self.warmup, self.betas = options.ema, options.schedule, options.warmup, (0.9, options.beta2)
         self.strength = 1.0
         self.positions = [len(base.word_ids(base.subject(run.subject).trigger)) for run in runs]
         self.width = base.width
@@ -105,35 +105,46 @@ class Ours(Adapters):
 
     # -- the arithmetic ------------------------------------------------------------------------------------------------------
 
-    def _gathered(self, kind: str, places: Places, band: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Rows `[groups, N, kept, 32]`, gain, bias and scale `[groups, N]` at the fired positions, in each position's band."""
-        bands = self.options.bands if kind in self.options.context else 1
-        at = torch.zeros_like(places.run) if band is None else band
-        rows = self.held("rows", kind)
-        rows = (fake_quantize(rows) if self.options.quantise else rows).unflatten(1, (-1, bands))
-        picked = rows[places.run, :, at, places.position].transpose(0, 1)
-        gates = []
-        for name in ("gain", "bias"):
-            gate = self.held(name, kind)
-            gate = gate.expand(-1, self.sets(kind), -1).unflatten(1, (-1, bands))
-            gates.append(gate[places.run, :, at, places.position].transpose(0, 1))
-        scale = (self.strength * self.get_buffer(f"rho_{kind}"))[places.run].expand(picked.shape[0], -1)
-        return picked, *gates, scale
+    def _table(self, kinds: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
+        """Rows, gains and biases of these mount kinds by (run, position, band), `[runs * positions * bands, values]`, and how many
+        values each of the three takes."""
+        bands = self.options.bands if kinds[0] in self.options.context else 1
+        rows, gates = [], {"gain": [], "bias": []}
+        for kind in kinds:
+            held = self.held("rows", kind).flatten(3).unflatten(1, (-1, bands))
+            rows.append(held.permute(0, 3, 2, 1, 4).flatten(3))  # [runs, positions, bands, groups * kept * 32]
+            for name, found in gates.items():
+                gate = self.held(name, kind).expand(-1, self.sets(kind), -1).unflatten(1, (-1, bands))
+                found.append(gate.permute(0, 3, 2, 1))
+        parts = (rows, *gates.values())
+        table = torch.cat([x for part in parts for x in part], -1).flatten(0, 2)
+        return table, [sum(x.shape[-1] for x in part) for part in parts]
 
     def _moved(self, here: torch.Tensor, places: Places, kinds: Sequence[str], band: torch.Tensor | None = None) -> torch.Tensor:
-        """States `[N, width]` with what each set of these mount kinds adds, alone: `[sets of all kinds, N, width]`."""
-        parts = zip(*(self._gathered(kind, places, band) for kind in kinds), strict=True)
-        rows, gain, bias, scale = (torch.cat(part) for part in parts)
+        """States `[N, width]` with what each group of these mount kinds adds, alone: `[groups of all kinds, N, width]`.
+
+        `band` int64 `[N]` says whose rows are read where timesteps differ; kinds are all at the cross-attentions, or one alone.
+        """
+        table, sizes = self._table(kinds)
+        index = places.run * max(self.positions) + places.position
+        if band is not None:
+            index = index * self.options.bands + band
+        rows, gain, bias = gathered(table, index).split(sizes, -1)
+        rows = rows.unflatten(1, (-1, self.kept, CONFIG.head_dim)).transpose(0, 1)
+        if self.options.quantise:
+            rows = fake_quantize(rows)
+        rho = torch.cat([self.get_buffer(f"rho_{kind}").expand(sizes[1] // len(kinds), -1) for kind in kinds])
+        scale = self.strength * rho[:, places.run]
         if self.options.norm == "plain":
             e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
             value = fixed_basis(e, width=self.width, seed=BASES[1])
             scale = scale * value.square().sum(-1).clamp(min=1.0).sqrt()  # takes the bound out again
-        return self.arithmetic(here, places, rows, gain, bias, scale)
+        return self.arithmetic(here, places, rows, gain.T, bias.T, scale)
 
     def arithmetic(
         self, here: torch.Tensor, places: Places, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
-        """`spans.moved` with this method's basis."""
+        """`spans.moved` with this method's basis; rows as they are read, `[mounts, N, kept, 32]`."""
         return moved(here, places, rows, gain, bias, scale, columns=self.columns)
 
     def deep_changes(self, places: Places, kinds: Sequence[str]) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -150,9 +161,10 @@ class Ours(Adapters):
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
         """The encoder's states, moved inside it and at the spans of the last one; rows without a span keep their bits."""
-        places, states = self.places(rows), rows.states
-        if not len(places) or self.strength == 0:
+        states = rows.states
+        if not rows.spans or self.strength == 0:
             return states
+        places = self.places(rows)
         if self.options.deep:
             new = encoder_with(base.text_encoder, rows.ids[places.rows], self.deep_changes(places, self.options.deep))
             states = states.index_put((places.rows,), new.to(states.dtype))
@@ -163,13 +175,15 @@ class Ours(Adapters):
 
     @contextmanager
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
-        places, kinds = self.places(rows), self.options.context
-        if not len(places) or self.strength == 0 or not kinds:
+        kinds = self.options.context
+        if not rows.spans or self.strength == 0 or not kinds:
             yield
             return
+        places = self.places(rows)
         here = states[places.batch, places.time]
-        groups = max(self.groups) + 1
-        now: dict[str, torch.Tensor] = {}
+        sets = [(kind, group) for kind in kinds for group in range(max(self.groups) + 1)]
+        which = torch.arange(len(sets), device=here.device)[:, None]
+        now: dict[tuple[str, int], torch.Tensor] = {}
 
         def read(timestep: torch.Tensor | None) -> None:
             """Compute what all projections read; `timestep` of each row, or of all, where rows differ by it."""
@@ -177,13 +191,15 @@ class Ours(Adapters):
             if timestep is not None:
                 share = timestep.to(here.device).expand(len(rows.ids)) * self.options.bands / self._timesteps
                 band = share.long().clamp(max=self.options.bands - 1)[places.batch]
-            moved_by = self._moved(here, places, kinds, band)
-            now.update(zip(kinds, moved_by.split(groups), strict=True))
+            new = self._moved(here, places, kinds, band)
+            # all at once: a copy for each projection on its own would be as many kernels, forth and back
+            whole = states.expand(len(sets), -1, -1, -1).index_put((which, places.batch, places.time), new.to(states.dtype))
+            now.update(zip(sets, whole.unbind(), strict=True))
 
         def put(kind: str, group: int, x: torch.Tensor) -> torch.Tensor:
-            if len(x) != len(rows.ids):
-                raise ValueError(f"the denoiser reads {len(x)} rows, but the runs were attached for {len(rows.ids)}")
-            return x.index_put((places.batch, places.time), now[kind][group].to(x.dtype))
+            if x.shape != states.shape:
+                raise ValueError(f"the denoiser reads {list(x.shape)}, but the runs were attached for {list(states.shape)}")
+            return now[kind, group].to(x.dtype)
 
         hooks = context_inputs(
             [

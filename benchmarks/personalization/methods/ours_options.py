@@ -48,7 +48,7 @@ class Options:
         gate_rate, deep_rate: factors of the learning rate, for gates and for rows inside the encoder.
         norm: "bounded" by max(1, |v|), or "plain".
         quantise: rows pass through the e4m3 and e8m0 form that a file holds.
-        ema, schedule, beta2: of the training.
+        ema, schedule, warmup, beta2: of the training.
     """
 
     mounts: str = "key+value"
@@ -70,6 +70,7 @@ class Options:
     quantise: bool = True
     ema: float = 0.98
     schedule: str = "constant"
+    warmup: int = 0
     beta2: float = 0.99
 
     def __post_init__(self) -> None:
@@ -87,6 +88,8 @@ class Options:
         for name, value in positive.items():
             if isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name} is {value!r}; expected a number above 0")
+        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
+            raise ValueError(f"warmup is {self.warmup!r}; expected steps, 0 or more")
         for name in ("ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a share from 0 to below 1")

@@ -122,7 +122,7 @@ class AfterTinyEngram(Adapters):
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
         counts = self.table.counts(rows)
         entries = (self.rows * self.gate.tanh()[:, None])[rows.run.clamp(min=0)]
-        delta = torch.einsum("bset,bsew->btw", counts, entries)
+        delta = _summed("bset,bsew->btw", counts, entries)
         return _added(rows.states, delta, counts)
 
 
@@ -145,7 +145,7 @@ class AfterVEngram(Adapters):
         """What the entries add at each mount as a share of rho(H): `[mounts, batch, time, width]`."""
         e = self.rows[:, mounts]
         shares = e / (e.norm(dim=-1, keepdim=True) + self.eps) * self.gate[:, mounts].tanh()[..., None]
-        return torch.einsum("bset,bsmew->mbtw", counts, shares[rows.run.clamp(min=0)])
+        return _summed("bset,bsmew->mbtw", counts, shares[rows.run.clamp(min=0)])
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
         counts = self.table.counts(rows)
@@ -168,6 +168,12 @@ class AfterVEngram(Adapters):
         ]
         with hooked(context_inputs(projections)):
             yield
+
+
+def _summed(indices: str, counts: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """What all matches add, in float32 even where the encoder and the denoiser run in less."""
+    with torch.autocast(counts.device.type, enabled=False):
+        return torch.einsum(indices, counts, entries)
 
 
 def _covered(counts: torch.Tensor) -> torch.Tensor:
