@@ -100,8 +100,11 @@ def test_every_projection_reads_what_the_product_would_give_it(base, make):
 
 
 @torch.no_grad()
-def test_the_shipped_pipeline_draws_a_span_run_bit_for_bit(base, make):
-    ours = make(mounts="span", columns=3)
+@pytest.mark.parametrize(
+    "options", [{"mounts": "span", "columns": 3}, {"mounts": "span+key+value", "rho_key": 1.2}], ids=["span", "context"]
+)
+def test_the_shipped_pipeline_draws_the_same_bits(base, make, options):
+    ours = make(**options)
     rows = prompts(base, ours.runs, TEXTS[:1])
     made = draw(base, ours, rows, [5], steps=2)
     adapter = tiny_engram.attach(base.pipe)
@@ -121,6 +124,7 @@ def test_a_concept_holds_the_rows_of_every_mount(base, make):
     ours = make("disc", "spot", mounts="span+key+value", share="stage", rho_key=1.5)
     concept = ours.concept(base, 1)
     held = concept.roles[ROLE].mounts
+    assert concept.config.mounts == tuple(held) and concept.base == "emoji-sd" and concept.recipe["options"]["rho_key"] == 1.5
     assert sorted(held) == sorted(["span", *(f"context.{i}.{kind}" for i in range(7) for kind in ("key", "value"))])
     for i, group in enumerate(ours.groups):
         mount = held[f"context.{i}.key"]

@@ -7,8 +7,10 @@ serving calls too. Whatever does not fire keeps its bits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -257,15 +259,18 @@ class Ours(Adapters):
             fingerprints={ROLE: compressed.fingerprint},
             mounts={ROLE: tuple(mounts)},
             name=subject.name,
-            config=CONFIG,
+            config=dataclasses.replace(CONFIG, mounts=tuple(mounts), rho=self.options.rho),
+            base=Path(base.pipe.config["_name_or_path"]).name,
         )
+        taught = self.runs[run]
+        recipe = {"method": taught.method, "learning_rate": taught.learning_rate, "seed": taught.seed, "options": dict(taught.options)}
         for mount, (kind, at) in mounts.items():
             rows = self.held("rows", kind)[run, at, : compiled.positions]
             rows = functional.pad(rows, (0, 0, 0, self.columns - self.kept))
             gain, bias = (self.held(n, kind)[run, 0 if self.options.gate_shared else at, : compiled.positions] for n in ("gain", "bias"))
             rho = float(self.get_buffer(f"rho_{kind}")[run])
             made = made.with_rows(ROLE, rows.detach(), gain.detach(), bias.detach(), mount=mount, rho=rho)
-        return made
+        return made.with_details(recipe=recipe)
 
 
 def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
