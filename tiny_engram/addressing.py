@@ -14,12 +14,12 @@ import torch
 
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.hashing import NgramHasher
+from tiny_engram.hashing import NgramHasher, next_primes
 from tiny_engram.kernels.row_gather import Bounds
 from tiny_engram.table import EngramTable
 from tiny_engram.triggers import RowGroup
 
-__all__ = ["RowBank", "salt_of"]
+__all__ = ["Asked", "RowBank", "lookup", "salt_of"]
 
 MAX_COUNTER = 64
 
@@ -39,17 +39,50 @@ class _Placed:
     counter: int
 
 
-class RowBank:
-    """The rows of all concepts of one shape at one mount: hasher + table + where each concept stands in it."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Spans whose rows are wanted: (concept, offset among its positions, canonical ids) each, and the same as tensors.
 
-    def __init__(self, config: ConceptConfig, *, width: int, mount_index: int, pad_id: int, compressed_vocab: int) -> None:
+    `canonical` is int64 `[spans, longest]`, padded on the right: a suffix n-gram looks back, so no position inside a span sees it.
+    `inside` int64 `[N]` picks the spans' own positions out of it, span by span.
+    """
+
+    spans: tuple[tuple[str, int, Sequence[int]], ...]
+    canonical: torch.Tensor
+    inside: torch.Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[str, int, Sequence[int]]]) -> "Asked":
+        longest = max(len(ids) for _, _, ids in spans)
+        canonical = torch.tensor([[*ids, *[0] * (longest - len(ids))] for _, _, ids in spans])
+        inside = torch.tensor([k * longest + p for k, (_, _, ids) in enumerate(spans) for p in range(len(ids))])
+        return cls(tuple(spans), canonical, inside)
+
+
+class RowBank:
+    """The rows of all concepts of one shape at one mount: hasher, table and where each concept stands in it.
+
+    Banks of one shape at several mounts share a table, in which each has a range of row ids of its own.
+    """
+
+    def __init__(
+        self,
+        config: ConceptConfig,
+        *,
+        width: int,
+        mount_index: int,
+        pad_id: int,
+        compressed_vocab: int,
+        table: EngramTable | None = None,
+    ) -> None:
         self.width = width
         self.head_dim = config.head_dim
         self.basis_seed = config.basis_seed
         self.shape = self.shape_of(config, width)
         hash_config = config.hash_config(width=width, compressed_vocab=compressed_vocab, pad_id=pad_id, mounts=mount_index + 1)
         self.hasher = NgramHasher(hash_config, mount_index)
-        self.table = EngramTable.virtual(config.head_dim)
+        self.first_row = sum(next_primes(config.vocab, mount_index * hash_config.columns)) if mount_index else 0
+        self.table = EngramTable.virtual(config.head_dim) if table is None else table
         self._placed: dict[str, _Placed] = {}
 
     @staticmethod
@@ -64,7 +97,7 @@ class RowBank:
         """Salts and row ids that these groups have with a counter; touches nothing."""
         salts = [[salt_of(g.canonical, p, counter) for p in range(len(g.canonical))] for g in groups]
         rows = [self.hasher.rows(torch.tensor([g.canonical]), salt=torch.tensor([salt]))[0] for g, salt in zip(groups, salts, strict=True)]
-        return _Placed(torch.tensor([s for part in salts for s in part]), torch.cat(rows), counter)
+        return _Placed(torch.tensor([s for part in salts for s in part]), torch.cat(rows) + self.first_row, counter)
 
     def find_place(self, groups: tuple[RowGroup, ...]) -> _Placed:
         """The first counter whose row ids are free and all different."""
@@ -99,18 +132,16 @@ class RowBank:
         """int64 `[positions, columns]`: the concept's addresses as of now."""
         return self._placed[name].row_ids
 
-    def lookup(self, spans: Sequence[tuple[str, int, Sequence[int]]], *, bounds: Bounds = "fatal") -> torch.Tensor:
-        """Rows of spans of any concepts in one pass: (name, offset among the concept's positions, the span's canonical ids) each.
-
-        Returns float32 `[N, columns, head_dim]` for the N positions of all spans, span by span.
-        """
-        longest = max(len(ids) for _, _, ids in spans)
-        # Padding stands on the right: a suffix n-gram looks back, so no position inside a span sees it.
-        canonical = torch.tensor([[*ids, *[0] * (longest - len(ids))] for _, _, ids in spans])
-        salts = np.zeros(canonical.shape, dtype=np.int64)
-        for salt, (name, offset, ids) in zip(salts, spans, strict=True):
+    def hashed(self, asked: Asked) -> torch.Tensor:
+        """Row ids int64 `[N, columns]` of the N positions of all spans, hashed from their canonical ids."""
+        salts = np.zeros(asked.canonical.shape, dtype=np.int64)
+        for salt, (name, offset, ids) in zip(salts, asked.spans, strict=True):
             salt[: len(ids)] = self._placed[name].salts.numpy()[offset : offset + len(ids)]
-        inside = torch.tensor([k * longest + p for k, (_, _, ids) in enumerate(spans) for p in range(len(ids))])
-        return self.table.lookup(
-            self.hasher.rows(canonical, salt=torch.from_numpy(salts)).flatten(0, 1).index_select(0, inside), bounds=bounds
-        )
+        rows = self.hasher.rows(asked.canonical, salt=torch.from_numpy(salts)).flatten(0, 1).index_select(0, asked.inside)
+        return rows.add_(self.first_row) if self.first_row else rows
+
+
+def lookup(parts: Sequence[tuple[RowBank, Asked]], *, bounds: Bounds = "fatal") -> torch.Tensor:
+    """Rows of spans at banks that share a table, in one pass: float32 `[N, columns, head_dim]`, part by part and span by span."""
+    ids = [bank.hashed(asked) for bank, asked in parts]
+    return parts[0][0].table.lookup(torch.cat(ids) if len(ids) > 1 else ids[0], bounds=bounds)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tiny_engram.addressing import RowBank
+from tiny_engram.addressing import Asked, RowBank, lookup
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import MountRows
 from tiny_engram.config import SPAN, ConceptConfig
@@ -95,7 +95,7 @@ class ConceptStore:
         self.compressed = compressed
         self.version = 0
         self._canonical = compressed.canonical.cpu().numpy()
-        self._banks: dict[tuple[int | str, ...], RowBank] = {}
+        self._banks: dict[tuple[str, tuple[int, ...]], RowBank] = {}
         self._members: dict[str, _Member] = {}
         self._active: frozenset[str] = frozenset()
 
@@ -112,7 +112,7 @@ class ConceptStore:
     @property
     def row_bytes(self) -> int:
         """Bytes of all rows in the tables."""
-        return sum(bank.table.nbytes for bank in self._banks.values())
+        return sum(table.nbytes for table in {id(bank.table): bank.table for bank in self._banks.values()}.values())
 
     @property
     def has_contexts(self) -> bool:
@@ -130,14 +130,17 @@ class ConceptStore:
 
     def bank_for(self, config: ConceptConfig, mount: str = SPAN) -> RowBank:
         """The bank that concepts of this shape share at a mount; made on demand."""
-        key = (mount, *RowBank.shape_of(config, self.width))
+        shape = RowBank.shape_of(config, self.width)
+        key = (mount, shape)
         if key not in self._banks:
+            table = next((bank.table for bank in self._banks.values() if bank.shape == shape), None)
             self._banks[key] = RowBank(
                 config,
                 width=self.width,
                 mount_index=self.mounts.index(mount),
                 pad_id=self.compressed.pad_id,
                 compressed_vocab=self.compressed.size,
+                table=table,
             )
         return self._banks[key]
 
@@ -207,36 +210,37 @@ class ConceptStore:
             columns = (a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry))
             places = [(b, s, n, self.index.entries[e]) for b, s, n, e in zip(*columns, strict=True)]
             used = tuple(m for m in mounts if any(m in self._members[entry.name].mounts for *_, entry in places))
-            by_shape: dict[tuple[int, ...], dict[str, _Places]] = {}
+            by_shape: dict[tuple[int, ...], dict[str, list[int]]] = {}
             for mount in used:
-                for place in places:
-                    held = self._members[place[3].name].mounts.get(mount)
+                for k, (*_, entry) in enumerate(places):
+                    held = self._members[entry.name].mounts.get(mount)
                     if held is not None:
-                        by_shape.setdefault(held.bank.shape, {}).setdefault(mount, []).append(place)
-            fired = [self._read(parts, used, ids) for parts in by_shape.values()]
+                        by_shape.setdefault(held.bank.shape, {}).setdefault(mount, []).append(k)
+            fired = [self._read(places, parts, used, ids) for parts in by_shape.values()]
         return Plan(tuple((entry.name, b, s, n) for b, s, n, entry in places), used, tuple(fired))
 
-    def _read(self, parts: Mapping[str, _Places], used: Sequence[str], ids: np.ndarray) -> Fired:
-        """Ids -> canonical ids -> row ids -> rows, for all spans of one shape at once."""
+    def _read(self, places: _Places, parts: Mapping[str, list[int]], used: Sequence[str], ids: np.ndarray) -> Fired:
+        """Ids -> canonical ids -> row ids -> rows, for the spans of one shape at once; `parts` says which places, by mount."""
         # Clipped: ids beyond the base's vocabulary (a user's added tokens) are in no trigger, but may stand beside one.
         canonical = self._canonical.take(ids, mode="clip").tolist()
+        prepared: dict[tuple[int, ...], Asked] = {}
+        asked: list[tuple[RowBank, Asked]] = []
         names: list[str] = []
         spans: list[tuple[int, int, int, int]] = []
-        rows: list[torch.Tensor] = []
         gates: list[tuple[float, float, float]] = []
-        basis_seed = 0
-        for mount, places in parts.items():
-            first = used.index(mount) * len(ids)
-            asked = [(entry.name, entry.group.offset, canonical[b][s : s + n]) for b, s, n, entry in places]
-            bank = self._members[asked[0][0]].mounts[mount].bank
-            rows.append(bank.lookup(asked))
-            basis_seed = bank.basis_seed
-            for (b, s, n, _), (name, offset, _) in zip(places, asked, strict=True):
-                member = self._members[name]
+        for mount, chosen in parts.items():
+            first, key = used.index(mount) * len(ids), tuple(chosen)
+            if key not in prepared:
+                at = [places[k] for k in chosen]
+                prepared[key] = Asked.of([(entry.name, entry.group.offset, canonical[b][s : s + n]) for b, s, n, entry in at])
+            bank = self._members[places[chosen[0]][3].name].mounts[mount].bank
+            asked.append((bank, prepared[key]))
+            for b, s, n, entry in (places[k] for k in chosen):
+                member, offset = self._members[entry.name], entry.group.offset
                 held = member.mounts[mount]
-                names.append(name)
+                names.append(entry.name)
                 spans.append((first + b, s, n, offset))
                 scale = member.strength * held.rho
                 gates += [(held.gain[p], held.bias[p], scale) for p in range(offset, offset + n)]
-        gain, bias, scale = torch.tensor(gates, dtype=torch.float32).reshape(-1, 3).T.contiguous()
-        return Fired(tuple(names), Spans.of(spans), torch.cat(rows) if len(rows) > 1 else rows[0], gain, bias, scale, basis_seed)
+        gain, bias, scale = torch.tensor(gates, dtype=torch.float32).T.contiguous()
+        return Fired(tuple(names), Spans.of(spans), lookup(asked), gain, bias, scale, asked[0][0].basis_seed)
