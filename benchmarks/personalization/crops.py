@@ -7,7 +7,8 @@ size. Imports torch and nothing else; everything is batched and nothing waits fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,7 @@ def paste(sprites: torch.Tensor, background: torch.Tensor, longest: torch.Tensor
     """
     planes = torch.cat([sprites[:, :3] * sprites[:, 3:], sprites[:, 3:]], 1)
     zoom = 124 / longest
-    # One bilinear sample aliases when it shrinks, so what becomes less than two thirds as large comes from a smaller copy.
+    # One bilinear sample aliases when it shrinks, so what becomes less than half as large comes from a smaller copy.
     half = F.interpolate(planes, scale_factor=0.5, mode="bilinear", antialias=True, align_corners=False)
     quarter = F.interpolate(planes, scale_factor=0.25, mode="bilinear", antialias=True, align_corners=False)
     theta = torch.zeros(len(sprites), 2, 3, device=sprites.device)
@@ -116,19 +117,26 @@ def paste(sprites: torch.Tensor, background: torch.Tensor, longest: torch.Tensor
     grid = F.affine_grid(theta, [len(sprites), 4, SIZE, SIZE], align_corners=False)
     full, small, least = (F.grid_sample(copy, grid, mode="bilinear", align_corners=False) for copy in (planes, half, quarter))
     level = zoom[:, None, None, None]
-    drawn = torch.where(level < 1.5, full, torch.where(level < 3, small, least))
+    drawn = torch.where(level < 2, full, torch.where(level < 4, small, least))
     canvas = background[:, :, None, None] if background.dim() == 2 else background
     return (drawn[:, :3] + canvas * (1 - drawn[:, 3:])).clamp(0, 1), drawn[:, 3] > 0.5
 
 
-def crop_sprites(sprites: torch.Tensor, background: torch.Tensor, longest: float) -> torch.Tensor:
+def crop_sprites(
+    sprites: torch.Tensor, background: torch.Tensor, longest: float, through: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
     """References `[n, 3, 128, 128]`: sprites on a background, at `longest` pixels, cropped as pictures are.
 
     Here the mask is the drawing's alpha, since nothing of it may be lost in a background of its own colour.
-    `background`: float32 `[3]`.
+    `background`: float32 `[3]`. `through` changes the middle of the pictures, `[n, 3, s, s]` in 0..1 with s a multiple of 8,
+    in which the sprites lie, before they are cropped.
     """
     count, device = len(sprites), sprites.device
     plain = background.expand(count, 3)
-    middle = torch.full((count, 2), 0.5, device=device)
-    pictures, mask = paste(sprites, plain, torch.full((count,), longest, device=device), middle)
+    centre = torch.full((count, 2), 0.5, device=device)
+    pictures, mask = paste(sprites, plain, torch.full((count,), longest, device=device), centre)
+    if through is not None:
+        room = min(SIZE, 8 * math.ceil((longest + 8) / 8)) // 2
+        middle = slice(SIZE // 2 - room, SIZE // 2 + room)
+        pictures[:, :, middle, middle] = through(pictures[:, :, middle, middle])
     return cut(pictures, mask, windows(["whole"] * count, device), plain).pictures

@@ -1,8 +1,9 @@
 """How a subject really looks, as the judges' networks see it: the vectors that generated pictures are set against.
 
 A reference is a drawing or view of the subject on the background of the picture that it is compared with, at about the size
-at which the subject stands there. Sizes and backgrounds are taken from short lists, so that vectors are made once and
-kept. Imports torch and parts of the bench.
+at which the subject stands there, sent through the base's autoencoder: whatever is drawn comes out of its decoder, whose
+texture would else be mistaken for a trait of the subject, the more the smaller that is. Sizes and backgrounds are taken
+from short lists, so that vectors are made once and kept. Imports torch and parts of the bench.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ NEAR, STEPS = 0.15, 5
 KEPT_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 
 Networks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Autoencoder = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,9 @@ def named_colour(colour: Sequence[float]) -> tuple[float, float, float]:
 class ReferenceBank:
     """References made when first asked for; those that were not asked for the longest go when room is short."""
 
-    def __init__(self, networks: Networks, device: torch.device, kept_bytes: int | None = None) -> None:
-        """`networks`: crops `[n, 3, 128, 128]` in 0..1 -> rows of length 1 of both networks."""
-        self.networks, self.device = networks, device
+    def __init__(self, networks: Networks, autoencoder: Autoencoder, device: torch.device, kept_bytes: int | None = None) -> None:
+        """`networks`: crops `[n, 3, 128, 128]` in 0..1 -> rows of length 1 of both networks. `autoencoder`: pictures in 0..1 to such."""
+        self.networks, self.autoencoder, self.device = networks, autoencoder, device
         self.kept_bytes = kept_bytes or KEPT_BYTES.get(device.type, KEPT_BYTES["cpu"])
         self._kept: OrderedDict[tuple, References] = OrderedDict()
         self._sprites: dict[Subject, torch.Tensor] = {}
@@ -90,7 +92,7 @@ class ReferenceBank:
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
         if missing:
             drawings = [self._drawing(subject, view, mirrored) for subject, views, _, _ in missing for view, mirrored in views]
-            crops = crop_sprites(torch.stack(drawings), torch.tensor(colour, device=self.device), length)
+            crops = crop_sprites(torch.stack(drawings), torch.tensor(colour, device=self.device), length, self.autoencoder)
             effnet, squeeze = self.networks(crops)
             counts = [len(views) for _, views, _, _ in missing]
             for key, e, s in zip(missing, effnet.split(counts), squeeze.half().split(counts), strict=True):

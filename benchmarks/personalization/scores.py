@@ -1,7 +1,7 @@
 """What a generated picture is worth: how like its subject it is, whose picture it is, and whether it shows what was asked.
 
-Likeness is the similarity of the subject, cut out, to its references (references.py) through two networks that know
-neither base nor subjects. Identity is whose nearest reference is the nearest of all. What else the prompt asks for is
+Likeness is the similarity of the subject, cut out, to its references (references.py) through two networks that were trained
+on neither base nor subjects. Identity is whose nearest reference is the nearest of all. What else the prompt asks for is
 read off: the background from the border's pixels, style and companion by classifiers trained on the real drawings.
 `accuracy` and `ceilings` turn the same judges on real pictures. Imports numpy, torch and parts of the bench.
 """
@@ -21,13 +21,13 @@ from diffusers import AutoencoderKL
 
 from benchmarks.personalization import real
 from benchmarks.personalization.crops import Crops, border_colour, crop
-from benchmarks.personalization.features import SqueezeNet, lpips_vectors
+from benchmarks.personalization.features import SqueezeNet, lpips_vectors, smooth
 from benchmarks.personalization.prompts import Prompt
 from benchmarks.personalization.references import ReferenceBank, References, named_colour, nearest_length
 from benchmarks.personalization.subjects import Subject, drawn_names
 
 from captions import COLOURS, STYLES  # isort: skip
-from classifiers import CLASSIFIERS, Classifiers, autoencoded, load_classifiers, windows_of  # isort: skip
+from classifiers import CLASSIFIERS, VAE, Classifiers, autoencoded, load_classifiers, windows_of  # isort: skip
 
 __all__ = ["Case", "Gallery", "Judges", "accuracy", "ceilings"]
 
@@ -85,20 +85,30 @@ class Seen:
 class Judges:
     """The networks, and the references that they have seen."""
 
-    def __init__(self, classifiers: Classifiers, squeezenet: SqueezeNet, device: torch.device) -> None:
-        self.classifiers, self.squeezenet, self.device = classifiers.to(device), squeezenet.to(device), device
-        self.references = ReferenceBank(self.vectors, device)
+    def __init__(self, classifiers: Classifiers, squeezenet: SqueezeNet, vae: AutoencoderKL, device: torch.device) -> None:
+        self.classifiers, self.squeezenet, self.vae, self.device = classifiers.to(device), squeezenet.to(device), vae, device
+        self.references = ReferenceBank(self.vectors, self.autoencoded, device)
         self.palette = torch.tensor(list(COLOURS.values()), device=device).float() / 255
 
     @classmethod
-    def load(cls, device: torch.device | str = "cpu") -> Judges:
-        return cls(load_classifiers(CLASSIFIERS, len(drawn_names())), SqueezeNet.load(), torch.device(device))
+    def load(cls, device: torch.device | str = "cpu", vae: AutoencoderKL | None = None) -> Judges:
+        """`vae`: the autoencoder of the base that is judged, on `device` and float32; by default a copy of the embedded base's."""
+        device = torch.device(device)
+        if vae is None:
+            vae = AutoencoderKL.from_pretrained(VAE, dtype=torch.float32)
+            # Twice as fast on a CPU. By way of Module, since pyright knows no such call of diffusers' own.
+            torch.nn.Module.to(vae.requires_grad_(False).eval(), device=device, memory_format=torch.channels_last)
+        return cls(load_classifiers(CLASSIFIERS, len(drawn_names())), SqueezeNet.load(), vae, device)
+
+    def autoencoded(self, pictures: torch.Tensor) -> torch.Tensor:
+        """`[n, 3, 128, 128]` in 0..1, through the autoencoder and back."""
+        return ((autoencoded(self.vae, pictures * 2 - 1) + 1) / 2).clamp(0, 1)
 
     @torch.no_grad()
     def vectors(self, crops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[n, 3, 128, 128]` in 0..1 -> rows of length 1, `[n, 1280]` of EfficientNet and `[n, D]` of SqueezeNet."""
         effnet, squeeze = [], []
-        for part in crops.split(PART.get(self.device.type, PART["cpu"])):
+        for part in smooth(crops).split(PART.get(self.device.type, PART["cpu"])):
             effnet.append(F.normalize(self.classifiers.features(part * 2 - 1)[:, -POOLED:], dim=1))
             squeeze.append(lpips_vectors(self.squeezenet(part)))
         return torch.cat(effnet), torch.cat(squeeze)
