@@ -27,6 +27,7 @@ def test_ours_costs_little_and_changes_nothing_elsewhere(bench, run):
     assert len(lines) == 2 and all(line.startswith("ours: ") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_that_no_file_can_hold_says_so(bench, run):
     found = measure(bench, run("ours", "spot", mounts="input+value"), SETTINGS, **FEW)
     assert "shipped" not in found and "concept file" in found["not_shipped"]

@@ -15,6 +15,14 @@ from benchmarks.personalization.store import Pictures, PieceFile
 TINY = ["--reduced", "--steps", "2", "--batch", "1", "--samples", "1", "--pair", "1", "--drawing-steps", "1"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_choices():
+    """Identity among the two taught subjects alone: references of fifteen take a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "CHOICES", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """The folder of a comparison of one method, two steps long."""

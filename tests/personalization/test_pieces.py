@@ -1,0 +1,112 @@
+"""One piece at a time, as small as it gets: what is taught, drawn and recorded, and that a control is drawn from the same noise."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.personalization import plan
+from benchmarks.personalization.methods import METHODS
+from benchmarks.personalization.pieces import Bench, run_piece, save_piece
+from benchmarks.personalization.plan import Settings
+from benchmarks.personalization.prompts import CONTEXTS, pair_prompts
+from benchmarks.personalization.shots import averaged, draw_shots, pair_shots, single_shots
+from benchmarks.personalization.store import merge
+
+SETTINGS = Settings(steps=2, main=2, checkpoints=(1, 2), batch=1, samples=1, between=1, pair=1, drawing_steps=1)
+SUBJECT = "octopus"
+
+
+@pytest.fixture(scope="module")
+def bench(base):
+    """The bench itself, on the base that all tests share."""
+    made = Bench("cpu")
+    before = base.subjects
+    base.subjects = made.subjects
+    made.base = base
+    yield made
+    base.subjects = before
+
+
+@pytest.fixture(scope="module")
+def taught(bench):
+    """Ours on one subject, drawn at both checkpoints, and with the control that is the base."""
+    rates = dict.fromkeys(METHODS, 0.1)
+    piece = plan.methods(bench.names, SETTINGS, rates, only=["ours"], teach=[SUBJECT], drawn_controls=["ours-off"])[0]
+    piece = replace(piece, gallery=(SUBJECT,))
+    lines = []
+    return piece, run_piece(bench, piece, lines.append), lines
+
+
+def test_records_at_every_checkpoint(taught):
+    _, outcome, lines = taught
+    assert [(r["step"], r["subject"], r["context"]) for r in outcome.records["methods"]] == [
+        (step, SUBJECT, context) for step in (1, 2) for context in CONTEXTS
+    ]
+    assert [(r["method"], r["step"], r["context"]) for r in outcome.records["controls"]] == [("ours-off", 2, c) for c in CONTEXTS]
+    assert not outcome.pairs, "one subject makes no pair"
+    assert any(line.startswith("step 2 of 2") for line in lines)
+
+
+def test_the_switched_off_control_is_the_base(bench, taught):
+    _, outcome, _ = taught
+    subject = bench.subjects[SUBJECT]
+    # run -1: the words stand there, and nothing is loaded
+    shots = single_shots({-1: subject}, {-1: 0}, 1)
+    plain = draw_shots(bench.base, None, shots, SETTINGS)
+    for shot, picture in zip(shots, plain, strict=True):
+        name = f"{SUBJECT}/0/2/{shot.prompt.context}"
+        drawn = outcome.pictures[f"ours-off/{name}"].astype(int)
+        assert np.abs(drawn - picture).max() <= 1  # batches of other sizes round otherwise
+        assert np.abs(outcome.pictures[f"ours/{name}"].astype(int) - drawn).max() > 1
+
+
+def test_a_piece_keeps_what_others_read(bench, taught, tmp_path):
+    piece, outcome, _ = taught
+    assert len(outcome.pictures) == 2 * len(CONTEXTS) and all(name.split("/")[3] == "2" for name in outcome.pictures)
+    assert list(outcome.files) == ["octopus-0.safetensors"]
+    read = save_piece(bench, piece, outcome, 1.5, tmp_path).read()
+    assert read["key"] == piece.key(bench.inputs) and read["cells"] == ["octopus/0"] and read["seconds"] == 1.5
+    results = merge({"pieces": {}, "judges": {}, "ceilings": {}, "stages": {}, "pairs": [], "losses": {}, "costs": {}}, [read])
+    assert set(results["stages"]) == {"methods", "controls"} and set(results["losses"]) == {"methods/Ours/octopus/0/0.1"}
+
+
+@pytest.mark.slow
+def test_methods_that_hold_one_run_take_turns(bench):
+    piece, second = plan.sweep(bench.names, SETTINGS, only=["full"], teach=[SUBJECT])[:2]
+    assert [run.subject for p in (piece, second) for run in p.runs] == ["octopus", "octopus"]
+    before = {name: p.clone() for name, p in bench.base.unet.named_parameters()}
+    outcome = run_piece(bench, replace(piece, gallery=(SUBJECT,)))
+    assert all(torch.equal(before[name], p) for name, p in bench.base.unet.named_parameters())
+    assert len(outcome.records["sweep"]) == len(CONTEXTS) and not outcome.pairs and not outcome.pictures
+
+
+def test_the_base_draws_what_it_knows(bench):
+    known = bench.names.known[:1]
+    piece = replace(plan.base(bench.names, SETTINGS)[1], gallery=known)
+    outcome = run_piece(bench, piece)
+    assert [(r["subject"], r["context"]) for r in outcome.records["base"]] == [(name, context) for name in known for context in CONTEXTS]
+    assert {(r["method"], r["step"]) for r in outcome.records["base"]} == {("base", 0)} and len(outcome.pictures) == len(CONTEXTS)
+
+
+def test_shots_share_their_noise(bench):
+    octopus, snowman, duck = (bench.subjects[name] for name in ("octopus", "snowman", "duck"))
+    one, other = single_shots({0: octopus}, {0: 0}, 3), single_shots({4: duck, 5: snowman}, {4: 0, 5: 1}, 2)
+    seeds = {(shot.prompt.context, shot.sample): shot.seed for shot in one}
+    assert len(set(seeds.values())) == 3 * len(CONTEXTS)
+    assert all(seeds[shot.prompt.context, shot.sample] == shot.seed for shot in other if shot.runs == (4,))
+    assert not set(seeds.values()) & {shot.seed for shot in other if shot.runs == (5,)}, "another training seed has noise of its own"
+    pairs = pair_shots({2: octopus, 3: snowman, 7: duck}, 0, 2)
+    things, runs = (octopus, snowman, duck), (2, 3, 7)
+    wanted = [(p.text, tuple(things[i] for i in at), tuple(runs[i] for i in at)) for p, at in pair_prompts(things)]
+    assert [(shot.prompt.text, shot.subjects, shot.runs) for shot in pairs[::2]] == wanted and len({shot.seed for shot in pairs}) == 6
+    assert not {shot.seed for shot in pairs} & set(seeds.values())
+
+
+def test_means_are_over_the_pictures_that_have_a_score(bench):
+    shots = single_shots({0: bench.subjects["octopus"]}, {0: 0}, 2)
+    scores = [{"identity": float(shot.sample), "colour": 1.0} if shot.sample else {"identity": 0.0} for shot in shots]
+    found = averaged(shots, scores)
+    assert [shot.prompt.context for shot, _ in found] == list(CONTEXTS)
+    assert all(means == {"pictures": 2, "identity": 0.5, "colour": 1.0} for _, means in found)
