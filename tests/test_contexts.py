@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tiny_engram
+from tiny_engram import concept_file
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.encoded import EncodedPrompts
@@ -329,6 +330,21 @@ def test_the_file_keeps_every_mount(tiny, adapter, pipe, tmp_path):
     adapter.unload_concept()
     adapter.load_concept(path)
     assert torch.equal(tiny.picture(pipe, PROMPT), memory)
+
+
+def test_a_file_of_before_there_were_context_mounts(tiny, adapter, pipe, tmp_path):
+    concept = tiny.concept(adapter, "zqx bolo")
+    described = concept.describe()
+    for key in ("mounts", "context_rho"):
+        del described["config"][key]
+    rows = concept.mount_rows("clip_l")
+    tensors = {f"clip_l.span.{what}": getattr(rows, what) for what in ("payload", "scale", "gain", "bias")}
+    path = concept_file.write(tmp_path / "old.safetensors", tensors, concept_file.pack_metadata(described, None))
+    adapter.load_concept(concept)
+    now = tiny.picture(pipe, PROMPT)
+    adapter.unload_concept()
+    adapter.load_concept(path)
+    assert torch.equal(tiny.picture(pipe, PROMPT), now) and Concept.load(path).describe() == concept.describe()
 
 
 def test_mounts_that_the_pipeline_has_not_are_refused(tiny, adapter):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import tiny_engram
+from tiny_engram.config import ConceptConfig
 
+EVERYWHERE = ConceptConfig(mounts=("span", "context"))
 TRIGGERS = """cat-toy|vortex-9|my_dog|sks|ohwx man|zqx|zqx bolo|<glim>|r2d2 bot|Br\u00f8n|kettle pot|no-one|x3|pokemon card|blue zebra
 qqq www eee rrr|\U0001f984|caf\u00e9 lume|t-rexo|deep_sea""".replace("\n", "|").split("|")
 NEAR_MISSES = """a cat-toys|a cat-toyz on a table|wildcat-toy|a cat_toy|a cat toy|cat-toy2|a vortex-90|a vortex-99|vortex-9s|vortex-9x
@@ -35,11 +37,11 @@ def plain_prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def twenty(tiny):
-    """A pipeline with 20 concepts loaded, and an equal one without adapter."""
+    """A pipeline with 20 concepts loaded, every other one with context mounts too, and an equal pipeline without adapter."""
     base, pipe = tiny.build(), tiny.build()
     adapter = tiny_engram.attach(pipe)
     for seed, trigger in enumerate(TRIGGERS):
-        adapter.load_concept(tiny.concept(adapter, trigger, seed=seed))
+        adapter.load_concept(tiny.concept(adapter, trigger, seed=seed, config=None if seed % 2 else EVERYWHERE))
     return base, pipe, adapter
 
 
@@ -78,6 +80,12 @@ def test_pictures_without_a_trigger(tiny, twenty):
     prompts = plain_prompts()
     check_pictures(tiny, twenty, prompts[:: len(prompts) // 24])
     assert not torch.equal(tiny.picture(twenty[0], "a cat-toy"), tiny.picture(twenty[1], "a cat-toy"))
+
+
+def test_a_trigger_free_picture_of_a_mixed_batch_is_the_base_s(tiny, twenty):
+    prompts = ["a cat-toy", "a tree", "zqx bolo and my_dog", "cat-toys"]
+    plain, ours = (tiny.picture(pipe, prompts) for pipe in twenty[:2])
+    assert [torch.equal(a, b) for a, b in zip(plain, ours, strict=True)] == [False, True, False, True]
 
 
 @pytest.mark.slow
@@ -130,7 +138,7 @@ def test_several_pictures_per_prompt(twenty):
 
 def test_one_concept_with_and_without_the_others(tiny, twenty, adapter, pipe):
     _, crowded, _ = twenty
-    adapter.load_concept(tiny.concept(adapter, "cat-toy", seed=0))
+    adapter.load_concept(tiny.concept(adapter, "cat-toy", seed=0, config=EVERYWHERE))
     for prompt in ("a cat-toy", "(cat-toy) and a tree", "CAT-TOY!"):
         assert torch.equal(encode(pipe, prompt)[0], encode(crowded, prompt)[0])
     assert torch.equal(tiny.picture(pipe, "a cat-toy"), tiny.picture(crowded, "a cat-toy"))
@@ -167,7 +175,7 @@ def test_strength_zero_disabled_unloaded_and_detached_are_the_base(tiny, pipe):
     prompt = "a cat-toy and a tree"
     plain, picture = encode(pipe, prompt)[0], tiny.picture(pipe, prompt)
     adapter = tiny_engram.attach(pipe)
-    adapter.load_concept(tiny.concept(adapter, "cat-toy"))
+    adapter.load_concept(tiny.concept(adapter, "cat-toy", config=EVERYWHERE))
     first = encode(pipe, prompt)[0]
     assert not torch.equal(plain, first)
     switches = [
