@@ -44,6 +44,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--levers", type=Path, default=LEVERS, help='a JSON list of {"label", "options"}; default %(default)s')
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th piece, from the I-th: for several processes")
     parser.add_argument("--reduced", action="store_true", help="a few minutes on a CPU: three methods, two subjects, 120 steps")
+    parser.add_argument("--again", action="store_true", help="do pieces anew though they are done")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="put pieces that were not yet in the results file into FILE")
     parser.add_argument("--unpack", type=Path, nargs="+", default=(), metavar="FILE", help="first take in packs from elsewhere")
     # for trials: pieces of other settings are other pieces
@@ -154,7 +155,7 @@ def run_stage(stage: str, bench: Bench, args: argparse.Namespace, results: dict[
         timed[file.key] = read["piece"] | {"seconds": read["seconds"], "work": read["work"]}
     left: list[str] = []
     for piece in pieces:
-        if piece.key(bench.inputs) in timed:
+        if piece.key(bench.inputs) in timed and not args.again:
             continue
         needs = estimate(piece, timed)
         if left or not clock.fits(needs):

@@ -114,8 +114,8 @@ def run_piece(bench: Bench, piece: Piece, say: Callable[[str], None] = lambda li
     if piece.kind == "teach":
         for part in [piece.runs] if METHODS[piece.method].stackable else [(run,) for run in piece.runs]:
             _teach_and_draw(bench, piece, part, outcome, say)
-    elif piece.kind == "known":
-        _draw_known(bench, piece, outcome, say)
+    elif piece.kind in ("known", "untaught"):
+        _draw_base(bench, piece, outcome, say)
     elif piece.kind == "judges":
         subjects = tuple(bench.subjects.values())
         outcome.judges = accuracy(bench.base.vae, subjects, judges=bench.judges)
@@ -125,7 +125,7 @@ def run_piece(bench: Bench, piece: Piece, say: Callable[[str], None] = lambda li
 
         outcome.costs = {piece.method: measure(bench, piece.runs[0], piece.settings, say=say)}
     else:
-        raise ValueError(f"piece of kind {piece.kind!r}, expected teach, known, judges or costs")
+        raise ValueError(f"piece of kind {piece.kind!r}, expected teach, known, untaught, judges or costs")
     return outcome
 
 
@@ -151,7 +151,7 @@ def _teach_and_draw(bench: Bench, piece: Piece, runs: tuple, outcome: Outcome, s
     started = time.perf_counter()
 
     def at_checkpoint(step: int) -> None:
-        say(f"step {step} of {settings.steps}, {time.perf_counter() - started:.0f} s")
+        say(f"step {step} of {steps}, {time.perf_counter() - started:.0f} s")
         _draw_runs(bench, piece, adapters, step, outcome, piece.method, piece.label, say)
         if step == settings.main:
             if piece.method == OURS and piece.keep:
@@ -159,8 +159,10 @@ def _teach_and_draw(bench: Bench, piece: Piece, runs: tuple, outcome: Outcome, s
             for control, drawn in _controls(piece, adapters):
                 _draw_runs(bench, piece, drawn, step, outcome, control, LABELS.get(control, control), say)
 
+    # a constant rate does not ask how long training lasts
+    steps = max(piece.draw_at) if adapters.schedule == "constant" else settings.steps
     losses = teach(
-        base, adapters, [bench.taught(run.subject) for run in runs], steps=settings.steps, batch_size=settings.batch,
+        base, adapters, [bench.taught(run.subject) for run in runs], steps=steps, batch_size=settings.batch,
         at=piece.draw_at, on_checkpoint=at_checkpoint,
     )  # fmt: skip
     for run, curve in zip(runs, losses.float().cpu(), strict=True):
@@ -235,19 +237,22 @@ def _judged(
     return averaged(shots, scores)
 
 
-def _draw_known(bench: Bench, piece: Piece, outcome: Outcome, say: Callable[[str], None]) -> None:
-    """The untouched base on names that it was trained on."""
-    subjects = {-1 - i: bench.subjects[name] for i, name in enumerate(piece.gallery)}
+def _draw_base(bench: Bench, piece: Piece, outcome: Outcome, say: Callable[[str], None]) -> None:
+    """The untouched base: names that it was trained on, or subjects that it never saw by the nearest name that it knows."""
+    untaught = piece.kind == "untaught"
+    drawn = [bench.subjects[name] for name in piece.gallery if (bench.subjects[name].split == "known") != untaught]
+    subjects = {-1 - i: subject for i, subject in enumerate(drawn)}
     common = {"method": piece.method, "label": piece.label, "seed": 0, "step": 0}
-    shots = single_shots(subjects, dict.fromkeys(subjects, 0), piece.settings.samples)
+    shots = single_shots(subjects, dict.fromkeys(subjects, 0), piece.settings.samples, by_class_word=untaught)
     rest: dict[str, Any] = {"learning_rate": None, "options": {}}
     outcome.records["base"] = [
         common | rest | {"subject": shot.subjects[0].name, "context": shot.prompt.context} | means
         for shot, means in _judged(bench, piece, None, shots, outcome, 0, piece.method, True, say)
     ]
+    pairs = pair_shots(subjects, 0, piece.settings.pair) if piece.pairs else []
     outcome.pairs = [
         {"stage": "base", "subjects": [subject.name for subject in shot.subjects]} | common | means
-        for shot, means in _judged(bench, piece, None, pair_shots(subjects, 0, piece.settings.pair), outcome, 0, piece.method, True, say)
+        for shot, means in _judged(bench, piece, None, pairs, outcome, 0, piece.method, True, say)
     ]
 
 

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.personalization.methods import LABELS, METHODS, RATES
+from benchmarks.personalization.methods.ours_options import Options
 from benchmarks.personalization.runs import Run
 
 __all__ = [
@@ -116,7 +117,8 @@ class Piece:
     """One method's runs that are trained and drawn together.
 
     Attributes:
-        kind: "teach", or "known" (the base draws names it knows), "judges" (their accuracy, ceilings), "costs".
+        kind: "teach"; "known" (the base draws names that it knows) and "untaught" (subjects by their class words), which draw those of
+            the gallery; "judges" (their accuracy, ceilings); "costs".
         label: the method's name in tables; a lever's own.
         draw_at: checkpoints at which all runs are drawn. between_seeds: the runs that are drawn at checkpoints other than
             the main one, by seed. pairs: whether pairs of the subjects of one seed are drawn at the main step.
@@ -139,8 +141,12 @@ class Piece:
 
     def described(self) -> dict[str, Any]:
         """Everything that decides the piece's figures, beside the weights and the subjects' pictures; JSON values."""
-        versions = {"version": VERSION, "method_version": METHOD_VERSIONS.get(self.method, 1)}
-        return json.loads(json.dumps(asdict(self) | versions))
+        decisive: dict[str, Any] = {"version": VERSION, "method_version": METHOD_VERSIONS.get(self.method, 1)}
+        preset = getattr(METHODS.get(self.method), "preset", None)
+        if preset is not None and self.runs:
+            # what a run does not name is the method's own choice, which may change
+            decisive["all_options"] = asdict(Options.of(self.runs[0], preset))
+        return json.loads(json.dumps(asdict(self) | decisive))
 
     def key(self, inputs: str) -> str:
         """16 hex digits that name the piece's file; `inputs` is the digest of weights and pictures."""
@@ -158,8 +164,9 @@ class Piece:
         from benchmarks.personalization.prompts import CONTEXTS
 
         s, count = self.settings, len(self.runs)
-        if self.kind == "known":
-            return len(self.gallery) * (len(CONTEXTS) * s.samples + (len(self.gallery) - 1) / 2 * s.pair) * s.drawing_steps * 2
+        if self.kind in ("known", "untaught"):
+            pairs = (len(self.gallery) - 1) / 2 * s.pair if self.pairs else 0
+            return len(self.gallery) * (len(CONTEXTS) * s.samples + pairs) * s.drawing_steps * 2
         if self.kind == "judges":
             return 30_000
         pictures = 0
@@ -171,7 +178,8 @@ class Piece:
             for seed in {run.seed for run in self.runs}:
                 same = sum(run.seed == seed for run in self.runs)
                 pictures += same * (same - 1) // 2 * s.pair * (1 + len(self.controls))
-        return count * s.steps * s.batch * 3 + pictures * s.drawing_steps * 2 + (6_000 if self.kind == "costs" else 0)
+        trained = count * max(self.draw_at, default=s.main) * s.batch * 3
+        return trained + pictures * s.drawing_steps * 2 + (6_000 if self.kind == "costs" else 0)
 
     def title(self) -> str:
         """For progress lines."""
@@ -336,10 +344,14 @@ def reduced(
 
 def base(subjects: Subjects, settings: Settings) -> list[Piece]:
     """What the base and the judges can do at all: names the base knows, alone and in pairs, and real pictures."""
-    common: dict[str, Any] = {"stage": "base", "method": "base", "runs": (), "settings": settings, "gallery": subjects.known}
+    common: dict[str, Any] = {"stage": "base", "method": "base", "runs": (), "settings": settings}
+    development = subjects.gallery(subjects.development)
     return [
-        Piece(kind="judges", label="judges", keep=False, **common),
-        Piece(kind="known", label="base, known names", pairs=True, **common),
+        Piece(kind="judges", label="judges", gallery=subjects.known, keep=False, **common),
+        Piece(kind="known", label="Base, known names", gallery=subjects.known, pairs=True, **common),
+        # a floor: what a user has who teaches nothing
+        Piece(kind="untaught", label="Base, class word", gallery=subjects.final, keep=False, **common),
+        Piece(kind="untaught", label="Base, class word (development)", gallery=development, keep=False, **common),
     ]
 
 

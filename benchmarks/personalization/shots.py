@@ -48,15 +48,17 @@ class Shot:
     sample: int
 
 
-def single_shots(subjects: Mapping[int, Subject], seeds: Mapping[int, int], samples: int) -> list[Shot]:
+def single_shots(
+    subjects: Mapping[int, Subject], seeds: Mapping[int, int], samples: int, *, by_class_word: bool = False
+) -> list[Shot]:
     """All contexts of each run's subject; `subjects` and `seeds` are by run index, -1 - i for the i-th thing that no run is about."""
     shots = []
     for run, subject in subjects.items():
         for context, prompt in enumerate(prompts_for(subject)):
             shots += [
                 Shot(
-                    prompt=prompt, subjects=(subject,), words=(subject.trigger,), runs=(max(run, -1),),
-                    seed=1_000_000 * seeds[run] + 1_000 * context + sample, sample=sample,
+                    prompt=prompt, subjects=(subject,), words=(subject.class_word if by_class_word else subject.trigger,),
+                    runs=(max(run, -1),), seed=1_000_000 * seeds[run] + 1_000 * context + sample, sample=sample,
                 )
                 for sample in range(samples)
             ]  # fmt: skip

@@ -82,12 +82,15 @@ def test_methods_that_hold_one_run_take_turns(bench):
     assert len(outcome.records["sweep"]) == len(CONTEXTS) and not outcome.pairs and not outcome.pictures
 
 
-def test_the_base_draws_what_it_knows(bench):
-    known = bench.names.known[:1]
-    piece = replace(plan.base(bench.names, SETTINGS)[1], gallery=known)
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_the_base_draws_without_being_taught(bench, number):
+    piece = plan.base(bench.names, SETTINGS)[number]
+    whose = (bench.names.known, bench.names.final, bench.names.development)[number - 1][0]
+    piece = replace(piece, gallery=(whose, "fox") if number > 1 else (whose,))
     outcome = run_piece(bench, piece)
-    assert [(r["subject"], r["context"]) for r in outcome.records["base"]] == [(name, context) for name in known for context in CONTEXTS]
-    assert {(r["method"], r["step"]) for r in outcome.records["base"]} == {("base", 0)} and len(outcome.pictures) == len(CONTEXTS)
+    assert [(r["subject"], r["context"]) for r in outcome.records["base"]] == [(whose, context) for context in CONTEXTS]
+    assert {(r["method"], r["step"]) for r in outcome.records["base"]} == {("base", 0)} and not outcome.pairs
+    assert len(outcome.pictures) == (len(CONTEXTS) if piece.keep else 0)
 
 
 def test_shots_share_their_noise(bench):
@@ -97,6 +100,8 @@ def test_shots_share_their_noise(bench):
     assert len(set(seeds.values())) == 3 * len(CONTEXTS)
     assert all(seeds[shot.prompt.context, shot.sample] == shot.seed for shot in other if shot.runs == (4,))
     assert not set(seeds.values()) & {shot.seed for shot in other if shot.runs == (5,)}, "another training seed has noise of its own"
+    named = single_shots({-1: octopus}, {-1: 0}, 1, by_class_word=True)
+    assert {shot.words for shot in named} == {(octopus.class_word,)} and {shot.runs for shot in named} == {(-1,)}
     pairs = pair_shots({2: octopus, 3: snowman, 7: duck}, 0, 2)
     things, runs = (octopus, snowman, duck), (2, 3, 7)
     wanted = [(p.text, tuple(things[i] for i in at), tuple(runs[i] for i in at)) for p, at in pair_prompts(things)]

@@ -122,11 +122,15 @@ def test_a_key_follows_from_all_that_decides_a_piece(names, monkeypatch):
         replace(piece, pairs=True).key("weights"),
         replace(piece, stage="levers").key("weights"),
     ]
+    ours = plan.sweep(names, FULL, only=["ours"])[0]
+    keys.append(ours.key("weights"))
+    monkeypatch.setattr(METHODS["ours"], "preset", {"rho": 7.0})
+    keys.append(ours.key("weights"))
     monkeypatch.setattr(plan, "VERSION", plan.VERSION + 1)
     keys.append(piece.key("weights"))
     monkeypatch.setattr(plan, "METHOD_VERSIONS", {"inversion-t": 2})
     keys.append(piece.key("weights"))
-    assert len(set(keys)) == len(keys) == 9
+    assert len(set(keys)) == len(keys) == 11
     monkeypatch.undo()
     assert plan.sweep(names, Settings(), only=["inversion-t"])[0].key("weights") == keys[0]
 
@@ -137,6 +141,7 @@ def test_work_counts_training_and_drawing(names):
     piece = plan.methods(names, settings, rates, only=["inversion-t"], teach=names.development[:3])[0]
     pictures = 3 * len(CONTEXTS) * (4 + 1) + 3 * 3
     assert piece.work() == 3 * 10 * 2 * 3 + pictures * 5 * 2
+    assert replace(piece, draw_at=(5,), pairs=False).work() == 3 * 5 * 2 * 3 + 3 * len(CONTEXTS) * 1 * 5 * 2
     assert replace(piece, controls=("a",)).work() > piece.work()
 
 
