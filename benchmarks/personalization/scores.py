@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,11 +94,11 @@ class Judges:
     def load(cls, device: torch.device | str = "cpu", vae: AutoencoderKL | None = None) -> Judges:
         """`vae`: the autoencoder of the base that is judged, on `device` and float32; by default a copy of the embedded base's."""
         device = torch.device(device)
-        if vae is None:
-            vae = AutoencoderKL.from_pretrained(VAE, dtype=torch.float32)
-            # Twice as fast on a CPU. By way of Module, since pyright knows no such call of diffusers' own.
-            torch.nn.Module.to(vae.requires_grad_(False).eval(), device=device, memory_format=torch.channels_last)
-        return cls(load_classifiers(CLASSIFIERS, len(drawn_names())), SqueezeNet.load(), vae, device)
+        used: Any = vae
+        if used is None:
+            used = AutoencoderKL.from_pretrained(VAE, dtype=torch.float32).requires_grad_(False).eval()
+            used.to(device, memory_format=torch.channels_last)  # twice as fast on a CPU
+        return cls(load_classifiers(CLASSIFIERS, len(drawn_names())), SqueezeNet.load(), used, device)
 
     def autoencoded(self, pictures: torch.Tensor) -> torch.Tensor:
         """`[n, 3, 128, 128]` in 0..1, through the autoencoder and back."""
