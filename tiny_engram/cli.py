@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from tiny_engram import __version__
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.mount_names import describe_mounts
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
 from tiny_engram.training.config import TrainConfig
 
@@ -252,9 +253,9 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"  trigger {about['trigger']!r}" + (f", also {', '.join(map(repr, about['aliases']))}" if about["aliases"] else ""))
     print(f"  name {about['name']!r}, made on base {about['base'] or 'unnamed'!r}")
     for role, place in about["roles"].items():
-        for mount, rows in place["mounts"].items():
-            size = f"{rows['rows']} rows over {place['positions']} positions, width {place['width']}, {rows['bytes']:,} bytes"
-            print(f"  {role}, {mount}: {size}")
+        rows, size = (sum(mount[what] for mount in place["mounts"].values()) for what in ("rows", "bytes"))
+        where = describe_mounts(list(place["mounts"]))
+        print(f"  {role}, {where}: {rows} rows over {place['positions']} positions, width {place['width']}, {size:,} bytes")
     if about["recipe"]:
         print("  recipe " + ", ".join(f"{k} {v}" for k, v in about["recipe"].items()))
     return 0

@@ -179,5 +179,7 @@ def test_the_command_line_takes_mounts(saved_pipe, folder, tmp_path, capsys, log
     assert main(["inspect", str(out / "concept.safetensors"), "--json"]) == 0
     mounts = json.loads(capsys.readouterr().out)["roles"]["clip_l"]["mounts"]
     assert list(mounts) == ["span", *(f"context.{i}.value" for i in range(4))] and mounts["context.1.value"]["rho"] == 0.5
+    assert main(["inspect", str(out / "concept.safetensors")]) == 0
+    assert "  clip_l, span, 4 values: 40 rows over 2 positions, width 128, 1,400 bytes\n" in capsys.readouterr().out
     assert main([*begin, *options, "--mounts", "keys"]) == 2
     assert "mount 'keys' is unknown at clip_l; expected a group (context, key, value) or one of: span, " in capsys.readouterr().err
