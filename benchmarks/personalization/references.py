@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from benchmarks.personalization.crops import crop_sprites
@@ -26,7 +27,7 @@ NEAR, STEPS = 0.15, 5
 # Vectors of both networks take 1 MB a reference.
 KEPT_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 
-Networks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Networks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 Autoencoder = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -37,11 +38,13 @@ class References:
     Attributes:
         views: the subject's view behind each, `count` of them.
         effnet: float32 `[count, 1280]`, squeeze: float16 `[count, D]`, rows of length 1.
+        looks: float32 `[count, 3]`, log-probabilities of the styles.
     """
 
     views: tuple[int, ...]
     effnet: torch.Tensor
     squeeze: torch.Tensor
+    looks: np.ndarray
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +82,7 @@ class ReferenceBank:
     """References made when first asked for; those that were not asked for the longest go when room is short."""
 
     def __init__(self, networks: Networks, autoencoder: Autoencoder, device: torch.device, kept_bytes: int | None = None) -> None:
-        """`networks`: crops `[n, 3, 128, 128]` in 0..1 -> rows of length 1 of both networks. `autoencoder`: pictures in 0..1 to such."""
+        """`networks`: crops `[n, 3, 128, 128]` in 0..1 -> rows of length 1 of both networks, and looks. `autoencoder`: pictures to such."""
         self.networks, self.autoencoder, self.device = networks, autoencoder, device
         self.kept_bytes = kept_bytes or KEPT_BYTES.get(device.type, KEPT_BYTES["cpu"])
         self._kept: OrderedDict[tuple, References] = OrderedDict()
@@ -93,10 +96,11 @@ class ReferenceBank:
         if missing:
             drawings = [self._drawing(subject, view, mirrored) for subject, views, _, _ in missing for view, mirrored in views]
             crops = crop_sprites(torch.stack(drawings), torch.tensor(colour, device=self.device), length, self.autoencoder)
-            effnet, squeeze = self.networks(crops)
+            effnet, squeeze, looks = self.networks(crops)
             counts = [len(views) for _, views, _, _ in missing]
-            for key, e, s in zip(missing, effnet.split(counts), squeeze.half().split(counts), strict=True):
-                self._kept[key] = References(tuple(view for view, _ in key[1]), e.clone(), s.clone())
+            parts = (effnet.split(counts), squeeze.half().split(counts), looks.cpu().split(counts))
+            for key, e, s, look in zip(missing, *parts, strict=True):
+                self._kept[key] = References(tuple(view for view, _ in key[1]), e.clone(), s.clone(), look.numpy())
                 self.nbytes += self._kept[key].nbytes
         found = []
         for key in keys:

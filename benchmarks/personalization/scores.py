@@ -2,7 +2,8 @@
 
 Likeness is the similarity of the subject, cut out, to its references (references.py) through two networks that were trained
 on neither base nor subjects. Identity is whose nearest reference is the nearest of all. What else the prompt asks for is
-read off: the background from the border's pixels, style and companion by classifiers trained on the real drawings.
+read off: the background from the border's pixels, companion and style by classifiers trained on the real drawings, an
+object's style set against its own views.
 `accuracy` and `ceilings` turn the same judges on real pictures. Imports numpy, torch and parts of the bench.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from diffusers import AutoencoderKL
 from benchmarks.personalization import real
 from benchmarks.personalization.crops import Crops, border_colour, crop
 from benchmarks.personalization.features import SqueezeNet, lpips_vectors, smooth
-from benchmarks.personalization.prompts import Prompt
+from benchmarks.personalization.prompts import TAUGHT_STYLE, Prompt
 from benchmarks.personalization.references import ReferenceBank, References, named_colour, nearest_length
 from benchmarks.personalization.subjects import Subject, drawn_names
 
@@ -70,12 +71,16 @@ class Seen:
         best, mean: similarity to the nearest reference and over all references, float32 `[windows, subjects, 2]`; the last
             axis is EfficientNet, LPIPS.
         style: int64 `[windows]`. thing: int64 `[windows]`, an index of `drawn_names()`.
+        looks: log-probabilities of the styles, `[windows, 3]`, seen in the crop; `real`: those of the references of the object that
+            should be there, `[views, 3]`, or None.
         companion: log-probability `[windows]` that the picture's companion is in the window; 0 where there is none.
         colour: int64 `[pictures]`, an index of COLOURS.
     """
 
     best: np.ndarray
     mean: np.ndarray
+    looks: np.ndarray
+    real: list[np.ndarray | None]
     style: np.ndarray
     thing: np.ndarray
     companion: np.ndarray
@@ -105,13 +110,13 @@ class Judges:
         return ((autoencoded(self.vae, pictures * 2 - 1) + 1) / 2).clamp(0, 1)
 
     @torch.no_grad()
-    def vectors(self, crops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[n, 3, 128, 128]` in 0..1 -> rows of length 1, `[n, 1280]` of EfficientNet and `[n, D]` of SqueezeNet."""
+    def vectors(self, crops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[n, 3, 128, 128]` in 0..1 -> rows of length 1, `[n, 1280]` of EfficientNet and `[n, D]` of SqueezeNet, and looks `[n, 3]`."""
         effnet, squeeze = [], []
         for part in smooth(crops).split(PART.get(self.device.type, PART["cpu"])):
             effnet.append(F.normalize(self.classifiers.features(part * 2 - 1)[:, -POOLED:], dim=1))
             squeeze.append(lpips_vectors(self.squeezenet(part)))
-        return torch.cat(effnet), torch.cat(squeeze)
+        return torch.cat(effnet), torch.cat(squeeze), self.classifiers(crops * 2 - 1)["style"]
 
     @torch.no_grad()
     def score(self, pictures: np.ndarray | torch.Tensor, cases: Sequence[Case], gallery: Gallery) -> list[dict[str, float]]:
@@ -164,12 +169,16 @@ class Judges:
             groups[cases[window.picture].prompt.style, nearest_length(longest[i]), named_colour(colours[i])].append(i)
         best = torch.empty(len(windows), len(gallery.subjects), 2, device=self.device)
         mean = torch.empty_like(best)
+        looks = torch.empty(len(windows), len(STYLES), device=self.device)
+        real_looks: list[np.ndarray | None] = [None] * len(windows)
         for key, members in groups.items():
             references = self.references.of(gallery.subjects, *key)
             for start in range(0, len(members), part := PART.get(self.device.type, PART["cpu"])):
                 chosen = members[start : start + part]
                 dropped = [_own_view(cases[windows[i].picture], windows[i]) for i in chosen]
-                best[chosen], mean[chosen] = self._similarities(crops, chosen, references, gallery, dropped)
+                best[chosen], mean[chosen], looks[chosen] = self._similarities(crops, chosen, references, gallery, dropped)
+                for i, drop in zip(chosen, dropped, strict=True):
+                    real_looks[i] = _real_looks(cases[windows[i].picture], windows[i], references, gallery, drop)
         style, thing, companion = [], [], []
         asked = torch.tensor([names.get(cases[window.picture].prompt.companion or "", 0) for window in windows], device=self.device)
         for side in dict.fromkeys(sides):
@@ -179,23 +188,25 @@ class Judges:
             thing.append((chosen, found["object"].argmax(1)))
             companion.append((chosen, found["object"].gather(1, asked[chosen, None])[:, 0]))
         colour = torch.cdist(border_colour(shown), self.palette).argmin(1)
-        by_window = (best, mean, *(_in_order(parts) for parts in (style, thing, companion)))
-        return Seen(*(tensor.cpu().numpy() for tensor in (*by_window, colour)))
+        style, thing, companion = (_in_order(parts).cpu().numpy() for parts in (style, thing, companion))
+        similar = best.cpu().numpy(), mean.cpu().numpy()
+        return Seen(*similar, looks.cpu().numpy(), real_looks, style, thing, companion, colour.cpu().numpy())
 
     def _similarities(
         self, crops: Crops, chosen: Sequence[int], references: Sequence[References], gallery: Gallery,
         dropped: Sequence[tuple[Subject, int] | None],
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Nearest and mean `[chosen, subjects, 2]`; `dropped`: a view that is no reference to this window."""
-        effnet, squeeze = self.vectors(crops.pictures[chosen])
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Nearest and mean `[chosen, subjects, 2]`, and looks `[chosen, 3]`; `dropped`: a view that is no reference to this window."""
+        effnet, squeeze, looks = self.vectors(crops.pictures[chosen])
         nearest, over_all = [], []
         for subject, found in zip(gallery.subjects, references, strict=True):
             likeness = torch.stack([effnet @ found.effnet.T, squeeze @ found.squeeze.float().T], 2)
-            kept = [[drop != (subject, view) for view in found.views] for drop in dropped]
-            valid = torch.tensor(kept, device=self.device)[:, :, None]
-            nearest.append(likeness.masked_fill(~valid, -1).amax(1))
-            over_all.append((likeness * valid).sum(1) / valid.sum(1))
-        return torch.stack(nearest, 1), torch.stack(over_all, 1)
+            if any(drop is not None and drop[0] is subject for drop in dropped):
+                kept = [[drop != (subject, view) for view in found.views] for drop in dropped]
+                likeness[~torch.tensor(kept, device=self.device)] = torch.nan
+            nearest.append(likeness.nan_to_num(-1).amax(1))
+            over_all.append(likeness.nanmean(1))
+        return torch.stack(nearest, 1), torch.stack(over_all, 1), looks
 
 
 def _windows(picture: int, case: Case) -> list[Window]:
@@ -211,6 +222,33 @@ def _own_view(case: Case, window: Window) -> tuple[Subject, int] | None:
     if case.views is None or window.slot is None or case.subjects[window.slot].kind == "emoji":
         return None
     return case.subjects[window.slot], case.views[window.slot]
+
+
+def _real_looks(
+    case: Case, window: Window, references: Sequence[References], gallery: Gallery, dropped: tuple[Subject, int] | None
+) -> np.ndarray | None:
+    """Looks `[views, 3]` of the object that should be in the window; None for an emoji or a companion."""
+    if window.slot is None or case.subjects[window.slot].kind == "emoji":
+        return None
+    found = references[gallery.subjects.index(case.subjects[window.slot])]
+    return found.looks[[dropped is None or view != dropped[1] for view in found.views]]
+
+
+def _in_style(asked: str, judged: int, looks: np.ndarray, real_looks: np.ndarray | None) -> bool:
+    """Whether a subject is drawn in the style that is asked.
+
+    The classifier knows every drawing of an emoji. It has seen no object, and takes a real mug for "flat" as often as for
+    "3d": there the subject's own views are the measure. In their style it must look at least as much so as the one of
+    them that does least; in another, more so than any of them.
+    """
+    style = STYLES.index(asked)
+    if real_looks is None:
+        return judged == style
+    taken = STYLES.index(TAUGHT_STYLE)
+    if style == taken:
+        least = (real_looks[:, style] - np.delete(real_looks, style, 1).max(1)).min()
+        return bool(looks[style] - np.delete(looks, style).max() >= least)
+    return bool(looks[style] - looks[taken] > (real_looks[:, style] - real_looks[:, taken]).max())
 
 
 def _in_order(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -235,7 +273,7 @@ def _record(case: Case, picture: int, found: Sequence[int], seen: Seen, place: M
     if prompt.colour is not None:
         shown["colour"] = float(seen.colour[picture] == list(COLOURS).index(prompt.colour))
     if prompt.style is not None:
-        shown["style"] = fmean(float(seen.style[i] == STYLES.index(prompt.style)) for i in own)
+        shown["style"] = fmean(float(_in_style(prompt.style, seen.style[i], seen.looks[i], seen.real[i])) for i in own)
     if prompt.companion is not None:
         here, there = found
         shown["companion"] = float(seen.thing[there] == names[prompt.companion])
@@ -283,10 +321,14 @@ def accuracy(
         if not own:
             continue
         alone, pairs = real.singles(own, samples, seed), real.pairs(own, seed)
+        objects = [one for one in alone if one.prompt.context == "taught" and one.subjects[0].kind == "object"]
+        # nothing is drawn anew: what is asked of these pictures is not in them
+        asked = [one._replace(prompt=replace(one.prompt, style=style)) for style in STYLES if style != TAUGHT_STYLE for one in objects]
         result[split] = {}
         for kind, through in (("real", None), ("autoencoded", vae)):
             single = _judge_real(through, alone, judges, Gallery(own), seed)
             double = _judge_real(through, pairs, judges, Gallery(own), seed)
+            missing = _judge_real(through, asked, judges, Gallery(own), seed)
             sides = ["whole picture" if one.prompt.side == "whole" else "half" for one in alone]
             kinds = [one.subjects[0].kind for one in alone]
             identity = {"identity": "identity", "identity_lpips": "identity by LPIPS"}
@@ -294,6 +336,7 @@ def accuracy(
                 _means(list(zip(sides, single, strict=True)), identity)
                 | _means([("pairs", record) for record in double], identity | {"both": "both identities", "both_lpips": "both by LPIPS"})
                 | _means(list(zip(kinds, single, strict=True)), {"style": "style"})
+                | _means([("object", record) for record in missing], {"style": "another style than asked taken for it"})
                 | _means([("pairs", record) for record in double], {"style": "style"})
                 | _means([("beside a subject", record) for record in single], {"companion": "companion", "position": "position"})
                 | _means([("all", record) for record in [*single, *double]], {"colour": "background"})

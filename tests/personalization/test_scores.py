@@ -95,6 +95,22 @@ def test_an_objects_own_view_can_be_left_out(judges):
     assert outside["effnet_best"] > 0.7
 
 
+def test_an_objects_style_is_measured_against_its_own_views(judges):
+    """A mug as it is, and the same mug in one colour with a black outline."""
+    prompt = prompts_for(MUG)[0]
+    as_it_is = picture(of(prompt, MUG, views=(3,)))
+    background = torch.tensor(as_it_is[0, 0, 0], dtype=torch.float32)
+    mask = (torch.tensor(as_it_is[0], dtype=torch.float32) - background).abs().amax(2) > 25
+    inner = -torch.nn.functional.max_pool2d(-mask[None, None].float(), 9, 1, 4)[0, 0] > 0
+    drawn = as_it_is.copy()
+    drawn[0][mask.numpy()] = 0
+    drawn[0][inner.numpy()] = (210, 40, 40)
+    for style, expected in (("3d", [1, 0]), ("outlined", [0, 1])):
+        asked = dataclasses.replace(prompt, style=style)
+        records = judges.score(np.concatenate([as_it_is, drawn]), [Case(asked, (MUG,), (3,))] * 2, Gallery((MUG,)))
+        assert [record["style"] for record in records] == expected
+
+
 def test_verdicts_do_not_depend_on_the_company(judges):
     prompts = [PROMPTS[context] for context in ("taught", "left")]
     shown = picture(*(of(prompt, OWL) for prompt in prompts))
@@ -131,9 +147,9 @@ def test_sizes_and_colours_come_from_short_lists():
 def test_references_are_made_once_and_the_oldest_go_first():
     made = []
 
-    def networks(crops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def networks(crops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         made.append(len(crops))
-        return torch.ones(len(crops), 4), torch.ones(len(crops), 8)
+        return torch.ones(len(crops), 4), torch.ones(len(crops), 8), torch.ones(len(crops), 3)
 
     bank = ReferenceBank(networks, lambda pictures: pictures, torch.device("cpu"), kept_bytes=200)
     first = bank.of((OWL, MUG), "3d", 56.0, (1.0, 1.0, 1.0))
