@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,14 @@ def _variants(path: Path) -> list[Any]:
     return variants
 
 
-def summed_up(results: dict[str, Any], pieces: Sequence[PieceFile], bench: Bench, settings: Settings) -> dict[str, Any]:
-    """Results with these pieces merged in, and what follows from the sweep: rates and the best LoRA."""
+def summed_up(results: dict[str, Any], pieces: Sequence[PieceFile], bench: Bench) -> dict[str, Any]:
+    """Results with these pieces merged in, the settings of the final table's (or the last) piece, and what follows from the sweep."""
     results = merge(results, [piece.read() for piece in pieces])
     swept = results["stages"].get("sweep", [])
     rates = plan.choose(swept, bench.names.development)
     splits = {"development": list(bench.names.development), "final": list(bench.names.final), "known": list(bench.names.known)}
-    results["settings"] = asdict(settings) | {"rule": plan.RULE, "subjects": splits}
+    done = sorted(results["pieces"].values(), key=lambda piece: (piece["stage"] == "final", piece["finished"]))
+    results["settings"] = (done[-1]["settings"] if done else {}) | {"rule": plan.RULE, "subjects": splits}
     return results | {"rates": results.get("rates", {}) | rates, "best_lora": plan.best_lora(rates) or results.get("best_lora")}
 
 
@@ -177,22 +179,25 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     results = load_results(args.results)
     listed = set(results["pieces"])
-    settings = settings_of(args)
-    bench = Bench(args.device, tf32=settings.tf32)
-    bench.circumstances  # noqa: B018  where there is neither a repository nor TINY_ENGRAM_COMMIT this fails, and should before hours of work
+    bench = Bench(args.device, tf32=settings_of(args).tf32)
+    try:
+        clock.say(f"{bench.circumstances['machine']}, commit {bench.circumstances['commit'][:12]}")
+    except (OSError, subprocess.CalledProcessError) as error:
+        # now, and not when the first piece is done
+        raise PlanError("there is no git repository here: name the commit in the environment's TINY_ENGRAM_COMMIT") from error
     for file in unpack(args.unpack, args.out):
         clock.say(f"unpacked {file.key}")
     stages = REDUCED_STAGES if args.reduced and args.stage == "all" else plan.STAGES if args.stage == "all" else (args.stage,)
     left: list[str] = []
     merging = args.shares == 1
-    results = summed_up(results, PieceFile.all(args.out), bench, settings) if merging else results
+    results = summed_up(results, PieceFile.all(args.out), bench) if merging else results
     for stage in [s for s in stages if s in plan.STAGES]:
         if left:
             left.append(f"stage {stage}")
             continue
         left += run_stage(stage, bench, args, results, clock)
         if merging:
-            results = summed_up(results, PieceFile.all(args.out), bench, settings)
+            results = summed_up(results, PieceFile.all(args.out), bench)
             save_results(args.results, results)
     if merging and args.stage == "merge":
         save_results(args.results, results)

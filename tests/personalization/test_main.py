@@ -66,7 +66,7 @@ def test_pieces_are_carried_to_another_place(small, tmp_path, capsys):
     packed = small / "packs" / "carry.zip"
     assert main(["merge", "--reduced", "--out", str(tmp_path), "--unpack", str(packed)]) == 0
     here, there = (json.loads((folder / "results.json").read_text()) for folder in (tmp_path, small))
-    assert here["stages"] == there["stages"] and here["pairs"] == there["pairs"]
+    assert all(here[name] == there[name] for name in ("stages", "pairs", "settings", "losses"))
     assert main([*TINY, "--only", "ours", "--out", str(tmp_path / "bare"), "--results", str(tmp_path / "results.json")]) == 0
     assert "begins" not in capsys.readouterr().out, "what the results file lists is done, though its file is elsewhere"
 
