@@ -43,17 +43,12 @@ class _Thread(threading.local):
         self.given = self.probing = False
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Was torch.compile called on a module or a part of it?"""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())
-
-
 class ContextMounts:
     """The context mounts of one role on one denoiser.
 
     `places` maps each mount's name to the module and the attribute under which its projection is found: PEFT and others put their own
     layers there, and the hook follows. `denoiser` gives the pipeline's present one. Hooks are in place while a concept with context mounts
-    is loaded, or inside `held()`.
+    is loaded, or inside `held()`; on a compiled denoiser they stay.
     """
 
     def __init__(
@@ -87,11 +82,10 @@ class ContextMounts:
         """
         wanted = bool(self._holders) or self.mount.store.has_contexts
         if wanted and not self._hooks:
-            denoiser = self._denoiser()
-            if denoiser is not None and _is_compiled(denoiser):
+            if self._compiled():
                 raise MountError(
-                    f"{type(denoiser).__name__} was compiled before a concept with context mounts was loaded, so it would not see it; "
-                    "attach and load the first such concept before torch.compile"
+                    f"{type(self._denoiser()).__name__} was compiled before a concept with context mounts was loaded, so it would not "
+                    "see it; attach and load the first such concept before torch.compile"
                 )
             self._follow()
             try:
@@ -99,8 +93,14 @@ class ContextMounts:
             except BaseException:
                 self._drop()
                 raise
-        elif not wanted:
+        elif not wanted and self._hooks and not self._compiled():
             self._drop()
+
+    def _compiled(self) -> bool:
+        """Was torch.compile called on the denoiser or a part of it? Graphs keep the hooks that they were made with, and take no others."""
+        denoiser = self._denoiser()
+        parts = [] if denoiser is None else list(denoiser.modules())
+        return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in parts)
 
     def detach(self) -> None:
         """Take all hooks out."""

@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["EncodedPrompts"]
 
-LIMIT = 16_384  # prompts; some kilobytes each
+LIMIT = 16_384  # prompts of some 2 kB each
 ROUNDINGS = (torch.float16, torch.bfloat16)
 
 

@@ -3,7 +3,8 @@
 May import the core, boundaries, triggers, matching, addressing, concept and residual; knows no module and no pipeline.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,15 @@ class Plan:
     fired: tuple[Fired, ...]
 
 
+def _count(counter: Counter[str], mounts: Iterable[str], change: int) -> None:
+    """Add to the counts of the context mounts among these; a count of 0 is taken out."""
+    for mount in mounts:
+        if mount != SPAN and change:
+            counter[mount] += change
+            if not counter[mount]:
+                del counter[mount]
+
+
 NOTHING = Plan((), (), ())
 _Places = list[tuple[int, int, int, Entry]]
 
@@ -97,7 +107,9 @@ class ConceptStore:
         self._canonical = compressed.canonical.cpu().numpy()
         self._banks: dict[tuple[str, tuple[int, ...]], RowBank] = {}
         self._members: dict[str, _Member] = {}
-        self._active: frozenset[str] = frozenset()
+        # Concepts with rows at each context mount: all of them, and those that are not silent.
+        self._loaded: Counter[str] = Counter()
+        self._active: Counter[str] = Counter()
 
     def empty(self) -> "ConceptStore":
         """A store for the same mounts with nothing loaded."""
@@ -117,12 +129,12 @@ class ConceptStore:
     @property
     def has_contexts(self) -> bool:
         """Does any loaded concept have context mounts, silent or not?"""
-        return any(mount != SPAN for member in self._members.values() for mount in member.mounts)
+        return bool(self._loaded)
 
     @property
-    def active_contexts(self) -> frozenset[str]:
+    def active_contexts(self) -> KeysView[str]:
         """Context mounts at which a concept that is not silent has rows."""
-        return self._active
+        return self._active.keys()
 
     def mounts_of(self, name: str) -> tuple[str, ...]:
         """The mounts at which a loaded concept has rows."""
@@ -167,7 +179,8 @@ class ConceptStore:
                 self.index.remove(name)
                 self._drop_empty_banks()
                 raise
-            self._members[name] = _Member(held, strength)
+            self._members[name] = _Member(held, 0.0)
+            _count(self._loaded, held, 1)
             self.set_strength(name, strength)
             return moved
 
@@ -175,10 +188,14 @@ class ConceptStore:
         """Unload one concept: its rows, gates and sequences are gone."""
         with self.index.lock:
             self.index.remove(name)
-            for held in self._members.pop(name).mounts.values():
+            member = self._members.pop(name)
+            _count(self._loaded, member.mounts, -1)
+            if member.strength != 0.0:
+                _count(self._active, member.mounts, -1)
+            for held in member.mounts.values():
                 held.bank.remove(name)
             self._drop_empty_banks()
-            self._changed()
+            self.version += 1
 
     def _drop_empty_banks(self) -> None:
         self._banks = {key: bank for key, bank in self._banks.items() if len(bank)}
@@ -186,13 +203,11 @@ class ConceptStore:
     def set_strength(self, name: str, strength: float) -> None:
         """0 makes the concept silent: as if it were not loaded."""
         with self.index.lock:
-            self._members[name].strength = strength
+            member = self._members[name]
+            _count(self._active, member.mounts, (strength != 0.0) - (member.strength != 0.0))
+            member.strength = strength
             self.index.set_silent(name, strength == 0.0)
-            self._changed()
-
-    def _changed(self) -> None:
-        self._active = frozenset(m for member in self._members.values() if member.strength != 0.0 for m in member.mounts if m != SPAN)
-        self.version += 1
+            self.version += 1
 
     # -- what fires ----------------------------------------------------------------------------------------------------------
 

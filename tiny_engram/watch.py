@@ -39,12 +39,13 @@ class DenoiserWatch:
         self._contexts = contexts
         self._mounts, self._active, self._encoders = mounts, active, encoders
         self.seconds = 0.0
+        self._names: list[str] | None = None
         self.changed()
 
     def changed(self) -> None:
         """The concepts were changed: embeddings made before do not hold them as they are now."""
         self._calls = {role: mount.calls for role, mount in self._mounts.items()}
-        self._names = self._active()
+        self._names = None
         self._warned = False
 
     def attach(self) -> None:
@@ -61,6 +62,8 @@ class DenoiserWatch:
         begin = time.perf_counter()
         for contexts in self._contexts.values():
             contexts.begin()
+        if self._names is None:
+            self._names = self._active()
         if self._names or any(mount.store.active_contexts for mount in self._mounts.values()):
             self._check()
         self.seconds += time.perf_counter() - begin
