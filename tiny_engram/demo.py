@@ -95,15 +95,13 @@ def run_demo(
     explanation = adapter.explain(prompts[0]).to_dict()
     adapter.detach()
 
-    rows = result.concept.mount_rows("clip_l")
-    positions, columns, _ = rows.payload.shape
     report = {
         "subject": subject,
         "trigger": trigger,
         "file": result.path.name,
         "file_bytes": result.path.stat().st_size,
         "table_bytes": result.concept.nbytes,
-        "rows": positions * columns,
+        "rows": sum(at.payload.shape[0] * at.payload.shape[1] for place in result.concept.roles.values() for at in place.mounts.values()),
         "teaching_seconds": round(seconds, 1),
         "steps": result.steps,
         "total_seconds": round(time.perf_counter() - began, 1),
