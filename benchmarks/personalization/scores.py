@@ -313,7 +313,8 @@ def accuracy(
     """How often the judges are right about real pictures: {"final" or "known": {"real" or "autoencoded": {what: 0..1}}}.
 
     `samples` pictures of every prompt of every subject, and one of every pair. Objects are shown by views that are then no
-    references of theirs; emoji have one drawing in each style, so theirs is among the references.
+    references of theirs; emoji have one drawing in each style, so theirs is among the references. "want of a style" is how often
+    an object as it is is not taken for one in another style.
     """
     result: dict[str, dict[str, dict[str, float]]] = {}
     for split in ("final", "known"):
@@ -328,7 +329,7 @@ def accuracy(
         for kind, through in (("real", None), ("autoencoded", vae)):
             single = _judge_real(through, alone, judges, Gallery(own), seed)
             double = _judge_real(through, pairs, judges, Gallery(own), seed)
-            missing = _judge_real(through, asked, judges, Gallery(own), seed)
+            missing = [{"style": 1 - record["style"]} for record in _judge_real(through, asked, judges, Gallery(own), seed)]
             sides = ["whole picture" if one.prompt.side == "whole" else "half" for one in alone]
             kinds = [one.subjects[0].kind for one in alone]
             identity = {"identity": "identity", "identity_lpips": "identity by LPIPS"}
@@ -336,7 +337,7 @@ def accuracy(
                 _means(list(zip(sides, single, strict=True)), identity)
                 | _means([("pairs", record) for record in double], identity | {"both": "both identities", "both_lpips": "both by LPIPS"})
                 | _means(list(zip(kinds, single, strict=True)), {"style": "style"})
-                | _means([("object", record) for record in missing], {"style": "another style than asked taken for it"})
+                | _means([("object", record) for record in missing], {"style": "want of a style"})
                 | _means([("pairs", record) for record in double], {"style": "style"})
                 | _means([("beside a subject", record) for record in single], {"companion": "companion", "position": "position"})
                 | _means([("all", record) for record in [*single, *double]], {"colour": "background"})

@@ -167,7 +167,7 @@ def test_judges_are_judged_on_real_pictures(judges):
     assert set(found) == {"final"} and set(found["final"]) == {"real", "autoencoded"}
     for figures in found["final"].values():
         assert figures["identity, whole picture"] == figures["identity, half"] == figures["background, all"] == 1
-        assert figures["both identities, pairs"] == 1 and figures["companion, beside a subject"] >= 0.5
+        assert figures["both identities, pairs"] == figures["style, emoji"] == 1 and figures["companion, beside a subject"] >= 0.5
     reached = ceilings(judges.vae, (OWL,), judges=judges, samples=1)
     assert tuple(reached) == CONTEXTS
     assert all(0.8 < reached[context]["effnet_best"] <= 1 for context in reached)
