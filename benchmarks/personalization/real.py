@@ -6,14 +6,14 @@ Places and sizes follow the pictures that the base was trained on. Imports numpy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.personalization.crops import SIZE, paste
-from benchmarks.personalization.prompts import Prompt, pair_prompts, prompts_for
+from benchmarks.personalization.prompts import CONTEXTS, Prompt, pair_prompts, prompts_for
 from benchmarks.personalization.subjects import Subject, load_subjects
 
 from captions import COLOURS  # isort: skip
@@ -38,14 +38,14 @@ def can_show(subject: Subject, prompt: Prompt) -> bool:
     return prompt.style is None or prompt.style in subject.styles
 
 
-def singles(subjects: Sequence[Subject], samples: int, seed: int) -> list[Shown]:
+def singles(subjects: Sequence[Subject], samples: int, seed: int, contexts: Collection[str] = CONTEXTS) -> list[Shown]:
     """Every prompt of every subject that can be shown, `samples` times: views and mirroring are drawn by `seed`."""
     rng = np.random.default_rng(seed)
     return [
         Shown(prompt, (subject,), *_looks(rng, (subject,), prompt))
         for subject in subjects
         for prompt in prompts_for(subject)
-        if can_show(subject, prompt)
+        if prompt.context in contexts and can_show(subject, prompt)
         for _ in range(samples)
     ]
 

@@ -10,7 +10,7 @@ object's style set against its own views.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from diffusers import AutoencoderKL
 from benchmarks.personalization import real
 from benchmarks.personalization.crops import Crops, border_colour, crop
 from benchmarks.personalization.features import SqueezeNet, lpips_vectors, smooth
-from benchmarks.personalization.prompts import TAUGHT_STYLE, Prompt
+from benchmarks.personalization.prompts import CONTEXTS, TAUGHT_STYLE, Prompt
 from benchmarks.personalization.references import ReferenceBank, References, named_colour, nearest_length
 from benchmarks.personalization.subjects import Subject, drawn_names
 
@@ -308,11 +308,17 @@ def _means(records: Sequence[tuple[str, Mapping[str, float]]], fields: Mapping[s
 
 
 def accuracy(
-    vae: AutoencoderKL, subjects: Sequence[Subject], *, judges: Judges, samples: int = 2, seed: int = 0
+    vae: AutoencoderKL,
+    subjects: Sequence[Subject],
+    *,
+    judges: Judges,
+    samples: int = 2,
+    seed: int = 0,
+    contexts: Collection[str] = CONTEXTS,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """How often the judges are right about real pictures: {"final" or "known": {"real" or "autoencoded": {what: 0..1}}}.
 
-    `samples` pictures of every prompt of every subject, and one of every pair. Objects are shown by views that are then no
+    `samples` pictures of every subject's prompts in these contexts, and one of every pair. Objects are shown by views that are then no
     references of theirs; emoji have one drawing in each style, so theirs is among the references. "want of a style" is how often
     an object as it is is not taken for one in another style.
     """
@@ -321,7 +327,7 @@ def accuracy(
         own = tuple(subject for subject in subjects if subject.split == split)
         if not own:
             continue
-        alone, pairs = real.singles(own, samples, seed), real.pairs(own, seed)
+        alone, pairs = real.singles(own, samples, seed, contexts), real.pairs(own, seed)
         objects = [one for one in alone if one.prompt.context == "taught" and one.subjects[0].kind == "object"]
         # nothing is drawn anew: what is asked of these pictures is not in them
         asked = [one._replace(prompt=replace(one.prompt, style=style)) for style in STYLES if style != TAUGHT_STYLE for one in objects]
@@ -346,14 +352,20 @@ def accuracy(
 
 
 def ceilings(
-    vae: AutoencoderKL, subjects: Sequence[Subject], *, judges: Judges, samples: int = 2, seed: int = 1
+    vae: AutoencoderKL,
+    subjects: Sequence[Subject],
+    *,
+    judges: Judges,
+    samples: int = 2,
+    seed: int = 1,
+    contexts: Collection[str] = CONTEXTS,
 ) -> dict[str, dict[str, float]]:
     """What real pictures of the final subjects reach when sent through the autoencoder: {context: {field: mean}}.
 
     No generator of these latents can be expected to do better. New styles are those of emoji: objects have none.
     """
     own = tuple(subject for subject in subjects if subject.split == "final")
-    shown = [*real.singles(own, samples, seed), *real.pairs(own, seed)]
+    shown = [*real.singles(own, samples, seed, contexts), *real.pairs(own, seed)]
     groups: dict[str, list[dict]] = defaultdict(list)
     for one, record in zip(shown, _judge_real(vae, shown, judges, Gallery(own), seed), strict=True):
         groups[one.prompt.context].append(record)
