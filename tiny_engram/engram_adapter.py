@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import Concept
 from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.contexts import ContextMounts
@@ -26,9 +25,9 @@ from tiny_engram.mounts import MountError, SpanMount
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport, report_role
 from tiny_engram.residual import Spans
-from tiny_engram.store import ConceptStore, Plan, checked_strength
-from tiny_engram.tokenizer import CompressedTokenizer
-from tiny_engram.triggers import CompiledTrigger, compile_trigger, without_added_tokens
+from tiny_engram.role_mounts import mounts_at
+from tiny_engram.store import Plan, checked_strength
+from tiny_engram.triggers import CompiledTrigger, compile_trigger
 from tiny_engram.watch import DenoiserWatch
 
 __all__ = ["EngramAdapter"]
@@ -70,19 +69,9 @@ class EngramAdapter:
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
-            encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
-            base = without_added_tokens(tokenizer)
-            compressed = CompressedTokenizer(base, pad_id=tokenizer.pad_token_id)
-            width = encoder.config.hidden_size
-            places = family.contexts(getattr(pipe, family.denoiser), spec.role)
-            if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
-                places = {}  # the denoiser projects the states before its attentions read them
-            store = ConceptStore(EdgeTables.of(tokenizer), compressed, width=width, mounts=(SPAN, *places))
-            norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-            mount = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=self, final_norm=norm)
+            mount, contexts = mounts_at(pipe, family, spec, denoiser=self._present_denoiser, owner=self)
             mount.before_contexts = self._check_denoiser
-            self.mounts[spec.role] = mount
-            self.contexts[spec.role] = ContextMounts(places, mount, denoiser=self._present_denoiser, owner=self)
+            self.mounts[spec.role], self.contexts[spec.role] = mount, contexts
         self._watch = DenoiserWatch(
             getattr(pipe, family.denoiser), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
