@@ -361,9 +361,11 @@ def test_options_that_make_no_sense_say_so(base, run, make):
             make(**options)
     with pytest.raises(ValueError, match="rho, rho_deep"):
         Ours(base, [run("ours"), run("ours", share="all")])
+    rows = base.rows(["a {0}"], [("rugo-bin-rugo",)], torch.tensor([[0]]))
     with pytest.raises(ValueError, match="one trigger per run"):
-        ours = make()
-        ours.states(base, base.rows(["a {0}"], [("rugo-bin-rugo",)], torch.tensor([[0]])))
+        make(mounts="span").states(base, rows)
+    with pytest.raises(ValueError, match="one trigger per run"), make().attached(base, rows, rows.states):
+        pass
 
 
 @torch.no_grad()

@@ -46,7 +46,8 @@ class Full(Adapters):
                     trained = getattr(self, f"{path}.{name}".lstrip(".").replace(".", _DOT))
                     own.append((module, name, weight))
                     # past nn.Module's check that only a Parameter may stand here: the gradient must reach the copy
-                    module._parameters[name] = trained[0]
+                    # and as a view, whose gradient needs no copy: there are hundreds of weights
+                    module._parameters[name] = trained.squeeze(0)
             yield
         finally:
             for module, name, weight in own:
