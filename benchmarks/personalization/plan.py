@@ -51,8 +51,6 @@ OURS = "ours"
 FINAL = ("inversion-t", "lora-unet-r8", "after-tiny-engram", "after-v-engram")
 REDUCED_METHODS = ("inversion-t", "lora-unet-r8", OURS)
 SEEDS = (0, 1, 2)
-# Identity is always judged among so many subjects, on the development subjects too: known ones fill up.
-CHOICES = 15
 FIDELITY = ("effnet_best", "lpips_best", "identity", "identity_lpips")
 RULE = (
     "the learning rate with the highest mean, over the development subjects, of half concept fidelity (mean of best-reference "
@@ -73,6 +71,7 @@ class Settings:
         steps: of training. main: the step whose pictures the tables are about. checkpoints: where pictures are drawn.
         batch: pictures per training step and run.
         samples: pictures per prompt at `main`; between: at the other checkpoints; pair: per prompt of two subjects.
+        choices: subjects among whom identity is judged; among fewer, known ones fill up.
         drawing_steps, guidance: of the pipeline. tf32: whether a CUDA device may round the factors of products.
     """
 
@@ -83,6 +82,7 @@ class Settings:
     samples: int = 4
     between: int = 2
     pair: int = 2
+    choices: int = 15
     drawing_steps: int = 25
     guidance: float = 4.0
     tf32: bool = True
@@ -95,7 +95,7 @@ class Settings:
 
 
 FULL = Settings()
-REDUCED = Settings(steps=120, main=120, checkpoints=(120,), batch=4, samples=2, between=2, pair=2, drawing_steps=15)
+REDUCED = Settings(steps=120, main=120, checkpoints=(120,), batch=4, samples=2, between=2, pair=2, choices=6, drawing_steps=15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ class Subjects:
     final: tuple[str, ...]
     known: tuple[str, ...]
 
-    def gallery(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The subjects among which the identity of `names` is judged: they, and known ones up to fifteen."""
+    def gallery(self, names: Sequence[str], choices: int) -> tuple[str, ...]:
+        """The subjects among which the identity of `names` is judged: they, and known ones up to `choices`."""
         filling = [name for name in self.known if name not in names]
-        return (*names, *filling[: max(0, CHOICES - len(names))])
+        return (*names, *filling[: max(0, choices - len(names))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +209,12 @@ def _check(stage: str, wanted: Iterable[str], subjects: Subjects) -> tuple[str, 
     return names
 
 
-def _split(piece: Piece) -> list[Piece]:
-    """One piece a run for methods that hold one at a time: they train the base's own weights, so no pairs either."""
-    if METHODS[piece.method].stackable:
-        return [piece]
-    return [replace(piece, runs=(run,), pairs=False) for run in piece.runs]
+def _pieces(stage: str, runs: Sequence[Run], names: Sequence[str], subjects: Subjects, settings: Settings, **rest: Any) -> list[Piece]:
+    """One piece of all runs; one a run, and no pairs, for methods that hold one at a time: they train the base's own weights."""
+    method = runs[0].method
+    given: dict[str, Any] = {"kind": "teach", "label": LABELS[method], "gallery": subjects.gallery(names, settings.choices)}
+    piece = Piece(stage=stage, method=method, runs=tuple(runs), settings=settings, **given | rest)
+    return [piece] if METHODS[method].stackable else [replace(piece, runs=(run,), pairs=False) for run in piece.runs]
 
 
 def sweep(subjects: Subjects, settings: Settings, *, only: Sequence[str] = (), teach: Sequence[str] = ()) -> list[Piece]:
@@ -222,13 +223,8 @@ def sweep(subjects: Subjects, settings: Settings, *, only: Sequence[str] = (), t
     pieces = []
     for method in [_known(m) for m in only or METHODS if not is_control(m)]:
         rates = [float(f"{factor * RATES[method]:.6g}") for factor in RATE_FACTORS]
-        runs = tuple(Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for rate in rates for name in names)
-        pieces += _split(
-            Piece(
-                stage="sweep", kind="teach", method=method, label=LABELS[method], runs=runs, settings=settings,
-                gallery=subjects.gallery(names), draw_at=(settings.main,), keep=False,
-            )
-        )  # fmt: skip
+        runs = [Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for rate in rates for name in names]
+        pieces += _pieces("sweep", runs, names, subjects, settings, draw_at=(settings.main,), keep=False)
     return pieces
 
 
@@ -253,15 +249,12 @@ def methods(
     pieces = []
     for method in [_known(m) for m in only or METHODS]:
         rate = _rate(method, rates, "methods")
-        runs = tuple(Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for name in names)
-        pieces += _split(
-            Piece(
-                stage="methods", kind="teach", method=method, label=LABELS[method], runs=runs, settings=settings,
-                gallery=subjects.gallery(names), pairs=True,
-                draw_at=(settings.main,) if is_control(method) else settings.checkpoints, between_seeds=(SEEDS[0],),
-                controls=tuple(drawn_controls) if method == OURS else (),
-            )
-        )  # fmt: skip
+        runs = [Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for name in names]
+        at = (settings.main,) if is_control(method) else settings.checkpoints
+        controls = tuple(drawn_controls) if method == OURS else ()
+        pieces += _pieces(
+            "methods", runs, names, subjects, settings, draw_at=at, between_seeds=(SEEDS[0],), pairs=True, controls=controls
+        )
     return pieces
 
 
@@ -292,17 +285,14 @@ def levers(
         method = _known(variant.get("method", OURS))
         tried = list(variant.get("learning_rates", ())) + [float(f"{f * RATES[method]:.6g}") for f in variant.get("factors", ())]
         options = tuple(sorted((name, _frozen(value)) for name, value in variant.get("options", {}).items()))
-        runs = tuple(
+        runs = [
             Run(method=method, subject=name, seed=SEEDS[0], learning_rate=float(rate), options=options)
             for rate in tried or [_rate(method, rates, "levers")]
             for name in names
+        ]
+        pieces += _pieces(
+            "levers", runs, names, subjects, settings, label=label, draw_at=(settings.main,), pairs=len(tried) < 2
         )
-        pieces += _split(
-            Piece(
-                stage="levers", kind="teach", method=method, label=label, runs=runs, settings=settings,
-                gallery=subjects.gallery(names), pairs=len(tried) < 2, draw_at=(settings.main,),
-            )
-        )  # fmt: skip
     return pieces
 
 
@@ -324,13 +314,8 @@ def final(
     pieces = []
     for method in [_known(m) for m in wanted]:
         rate = _rate(method, rates, "final")
-        runs = tuple(Run(method=method, subject=name, seed=seed, learning_rate=rate) for seed in SEEDS for name in names)
-        pieces += _split(
-            Piece(
-                stage="final", kind="teach", method=method, label=LABELS[method], runs=runs, settings=settings,
-                gallery=subjects.gallery(names), pairs=True, draw_at=settings.checkpoints, between_seeds=(SEEDS[0],),
-            )
-        )  # fmt: skip
+        runs = [Run(method=method, subject=name, seed=seed, learning_rate=rate) for seed in SEEDS for name in names]
+        pieces += _pieces("final", runs, names, subjects, settings, draw_at=settings.checkpoints, between_seeds=(SEEDS[0],), pairs=True)
     return pieces
 
 
@@ -345,7 +330,7 @@ def reduced(
 def base(subjects: Subjects, settings: Settings) -> list[Piece]:
     """What the base and the judges can do at all: names the base knows, alone and in pairs, and real pictures."""
     common: dict[str, Any] = {"stage": "base", "method": "base", "runs": (), "settings": settings}
-    development = subjects.gallery(subjects.development)
+    development = subjects.gallery(subjects.development, settings.choices)
     return [
         Piece(kind="judges", label="judges", gallery=subjects.known, keep=False, **common),
         Piece(kind="known", label="Base, known names", gallery=subjects.known, pairs=True, **common),
@@ -360,12 +345,7 @@ def costs(subjects: Subjects, settings: Settings, rates: Mapping[str, float], *,
     pieces = []
     for method in [_known(m) for m in only or METHODS if only or not is_control(m)]:
         run = Run(method=method, subject=subjects.development[0], seed=SEEDS[0], learning_rate=_rate(method, rates, "costs"))
-        pieces.append(
-            Piece(
-                stage="costs", kind="costs", method=method, label=LABELS[method], runs=(run,), settings=settings,
-                gallery=subjects.gallery(subjects.development), keep=False,
-            )
-        )  # fmt: skip
+        pieces += _pieces("costs", [run], subjects.development, subjects, settings, kind="costs", keep=False)
     return pieces
 
 

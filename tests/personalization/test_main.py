@@ -12,15 +12,7 @@ from benchmarks.personalization.pieces import estimate
 from benchmarks.personalization.prompts import CONTEXTS
 from benchmarks.personalization.store import Pictures, PieceFile
 
-TINY = ["--reduced", "--steps", "2", "--batch", "1", "--samples", "1", "--pair", "1", "--drawing-steps", "1"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_choices():
-    """Identity among the two taught subjects alone: references of fifteen take a while."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "CHOICES", 2)
-        yield
+TINY = ["--reduced", "--steps", "2", "--batch", "1", "--samples", "1", "--pair", "1", "--choices", "2", "--drawing-steps", "1"]
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ def test_sizes_that_were_asked_for(names):
     assert (len(names.development), len(names.final), len(names.known)) == (5, 15, 15)
     assert not set(names.development) & {*names.final, *names.known}
     for group in (names.development, names.final, names.known):
-        gallery = names.gallery(group)
+        gallery = names.gallery(group, FULL.choices)
         assert len(gallery) == len(set(gallery)) == 15 and set(group) <= set(gallery)
-    assert not set(names.gallery(names.development)) & set(names.final)
+    assert not set(names.gallery(names.development, FULL.choices)) & set(names.final)
 
 
 def test_sweep_tries_every_method_alike(names):
