@@ -89,6 +89,17 @@ def test_runs_side_by_side_are_each_run_alone(base, taught, inversions):
         assert moved[1] > 5 * moved[0] > 25 * moved[2] > 0
 
 
+@pytest.mark.parametrize("name", ["inversion-t", "lora-both-r8", "after-v-engram", "ours", "ours-trainable-basis"])
+def test_a_run_that_diverged_stays_alone(base, taught, run, name):
+    adapters = METHODS[name](base, [run(name, "disc"), run(name, "spot")])
+    with torch.no_grad():
+        for p in adapters.parameters():
+            p[0] = torch.nan
+    losses = teach(base, adapters, [taught["disc"], taught["spot"]], steps=2, batch_size=1)
+    assert losses[0].isnan().all() and all(p[0].isnan().any() for p in adapters.parameters())
+    assert losses[1].isfinite().all() and all(p[1].isfinite().all() for p in adapters.parameters())
+
+
 def test_equal_seeds_draw_alike_and_others_do_not(base, taught, run):
     runs = [run("inversion-t", "disc", seed=seed, factor=factor) for seed, factor in ((0, 1), (0, 10), (1, 1))]
     losses = teach(base, METHODS["inversion-t"](base, runs), [taught["disc"]] * 3, steps=2, batch_size=1)

@@ -78,8 +78,9 @@ class TrainableBasis(Ours):
             return super().arithmetic(here, places, rows, gain, bias, scale)
         mounts = len(rows)
         e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
-        own = functional.one_hot(places.run, len(self.runs)).to(e.dtype)  # a run's matrix for each position, without a copy for each
-        key, value = (torch.einsum("mnd,rdw,nr->mnw", e, basis, own).flatten(0, 1) for basis in (self.key_basis, self.value_basis))
+        # each position with a copy of its run's matrix: by a product with zeros, a run that diverged would reach the others
+        own = (basis[places.run] for basis in (self.key_basis, self.value_basis))
+        key, value = (torch.einsum("mnd,ndw->mnw", e, basis).flatten(0, 1) for basis in own)
         h = here.float().expand(mounts, -1, -1).flatten(0, 1)
         norm = span_mean_norm(h, torch.tensor(places.length * mounts))
         gates = {"gain": gain.flatten(), "bias": bias.flatten(), "scale": scale.flatten()}

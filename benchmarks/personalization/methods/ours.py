@@ -164,8 +164,8 @@ class Ours(Adapters):
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
         """The encoder's states, moved inside it and at the spans of the last one; rows without a span keep their bits."""
         states = rows.states
-        here = self.options.deep or "span" in self.options.kinds
-        if not rows.spans or self.strength == 0 or not here:
+        moved_here = self.options.deep or "span" in self.options.kinds
+        if not rows.spans or self.strength == 0 or not moved_here:
             return states
         places = self.places(rows)
         if self.options.deep:

@@ -101,7 +101,9 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
         own = torch.arange(ctx.size, device=index.device)[:, None] == index
-        return own.to(grads[0].dtype) @ grads[0], None
+        # in a product 0 * NaN is NaN: a run that diverged would take every other run with it
+        summed = own.to(grads[0].dtype) @ grads[0].nan_to_num(0.0, 0.0, 0.0)
+        return summed + torch.where(own, grads[0].sum(1) * 0.0, 0.0).sum(1, keepdim=True), None
 
 
 def gathered(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
