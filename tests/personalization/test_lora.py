@@ -82,8 +82,8 @@ def test_training_equals_peft_run_by_run(base, taught, run, own_pipe, plain_batc
         flat = {}
         for target, down, up in zip(adapters.targets, pieces[::2], pieces[1::2], strict=True):
             if target.part == part:
-                flat[f"{target.name}.lora_A.default.weight"] = down.view(8, -1)
-                flat[f"{target.name}.lora_B.default.weight"] = up.view(-1, 8)
+                flat[f"{target.name}.lora_A.default.weight"] = down.view(-1, 8).T
+                flat[f"{target.name}.lora_B.default.weight"] = up.view(8, -1).T
         mine += [flat[n] for n, p in getattr(own_pipe, part).named_parameters() if p.requires_grad]
     difference = torch.cat([(m - p.detach()).flatten() for m, p in zip(mine, trained, strict=True)])
     length = torch.cat([m.flatten() for m in moved])

@@ -45,9 +45,10 @@ class _Target:
 
 
 class Lora(Adapters):
-    """`factors` `[runs, values]`: for each target A `[rank, inputs]`, then B `[outputs, rank]`.
+    """`factors` `[runs, values]`: for each target A^T `[inputs, rank]`, then B^T `[rank, outputs]`.
 
-    One matrix for all targets, since a batch then gathers its rows' factors, and sums their gradients, in one go.
+    One matrix for all targets, since a batch then gathers its rows' factors, and sums their gradients, in one go. Transposed,
+    since gradients then come out of the products as they lie here, and none is copied.
     """
 
     rank: int
@@ -73,28 +74,30 @@ class Lora(Adapters):
             pieces += [torch.randn(down, generator=generator) / self.rank, torch.zeros(up)]
         return torch.cat(pieces)
 
-    def _gathered(self, rows: Rows) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
-        """(part, module) -> A `[batch, slots * rank, inputs]` and B `[batch, outputs, slots * rank]` of each row."""
+    def _gathered(self, part: str, rows: Rows) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Module of a part -> A^T `[batch, inputs, slots * rank]` and B^T `[batch, slots * rank, outputs]` of each row."""
         batch, slots = rows.run.shape
-        factors = self.factors.index_select(0, rows.run.clamp(min=0).flatten()).view(batch, slots, -1)
+        own = [target for target in self.targets if target.part == part]
+        before = sum(sum(target.sizes(self.rank)) for target in self.targets[: self.targets.index(own[0])])
+        sizes = [size for target in own for size in target.sizes(self.rank)]
+        factors = self.factors.narrow(1, before, sum(sizes)).index_select(0, rows.run.clamp(min=0).flatten()).view(batch, slots, -1)
         # zeros rather than a product with 0: a run that diverged must not reach rows that it has no part in
         factors = factors.masked_fill((rows.run < 0)[:, :, None], 0.0)
-        pieces = factors.split([size for target in self.targets for size in target.sizes(self.rank)], 2)
+        pieces = factors.split(sizes, 2)
         found = {}
-        for target, down, up in zip(self.targets, pieces[::2], pieces[1::2], strict=True):
-            a = down.reshape(batch, slots * self.rank, target.inputs)
-            b = up.view(batch, slots, target.outputs, self.rank).transpose(1, 2).reshape(batch, target.outputs, slots * self.rank)
-            found[target.part, target.name] = a, b
+        for target, down, up in zip(own, pieces[::2], pieces[1::2], strict=True):
+            a = down.view(batch, slots, target.inputs, self.rank).transpose(1, 2).reshape(batch, target.inputs, slots * self.rank)
+            found[target.name] = a, up.reshape(batch, slots * self.rank, target.outputs)
         return found
 
     @contextmanager
     def _hooked(self, base: Base, part: str, rows: Rows) -> Iterator[None]:
         """Inside, this part of the pipeline runs with the factors of `rows` in it."""
-        gathered = self._gathered(rows)
+        gathered = self._gathered(part, rows)
         with ExitStack() as stack:
             for name, module in getattr(base, part).named_modules():
-                if (part, name) in gathered:
-                    stack.callback(module.register_forward_hook(_Product(*gathered[part, name])).remove)
+                if name in gathered:
+                    stack.callback(module.register_forward_hook(_Product(*gathered[name])).remove)
             yield
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
@@ -117,8 +120,8 @@ class Lora(Adapters):
         found = {}
         for target, down, up in zip(self.targets, pieces[::2], pieces[1::2], strict=True):
             name = f"{target.part}.{target.name}"
-            found[f"{name}.lora_A.weight"] = down.view(self.rank, target.inputs).clone()
-            found[f"{name}.lora_B.weight"] = up.view(target.outputs, self.rank).clone()
+            found[f"{name}.lora_A.weight"] = down.view(target.inputs, self.rank).T.contiguous()
+            found[f"{name}.lora_B.weight"] = up.view(self.rank, target.outputs).T.contiguous()
         return found
 
 
@@ -126,7 +129,7 @@ class _Product:
     """A forward hook that adds x A^T B^T, with factors of their own for each row of the batch."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        self.a, self.b = a.transpose(1, 2), b.transpose(1, 2)
+        self.a, self.b = a, b
 
     def __call__(self, _module: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         return out + (args[0] @ self.a) @ self.b
