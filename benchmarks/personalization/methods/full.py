@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,21 +33,24 @@ class Full(Adapters):
         super().__init__(base, runs)
         if len(self.runs) != 1:
             raise ValueError(f"full fine-tuning holds one run at a time, not {len(self.runs)}")
-        for name, weight in base.unet.named_parameters():
-            self.register_parameter(name.replace(".", _DOT), nn.Parameter(weight.detach().float().clone()[None]))
+        # Every weight's module, its name there, and the copy's here: to look them up in each step would take as long as to run some.
+        self._places: list[tuple[nn.Module, str, str]] = []
+        for path, module in base.unet.named_modules():
+            for name, weight in module.named_parameters(recurse=False):
+                own = f"{path}.{name}".lstrip(".").replace(".", _DOT)
+                self.register_parameter(own, nn.Parameter(weight.detach().float().clone()[None]))
+                self._places.append((module, name, own))
 
     @contextmanager
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
         """The base's own weights are set aside, never written; rows of run -1 are drawn with the trained ones too."""
-        own: list[tuple[nn.Module, str, nn.Parameter]] = []
+        own: list[tuple[nn.Module, str, Any]] = []
         try:
-            for path, module in base.unet.named_modules():
-                for name, weight in list(module.named_parameters(recurse=False)):
-                    trained = getattr(self, f"{path}.{name}".lstrip(".").replace(".", _DOT))
-                    own.append((module, name, weight))
-                    # past nn.Module's check that only a Parameter may stand here: the gradient must reach the copy
-                    # and as a view, whose gradient needs no copy: there are hundreds of weights
-                    module._parameters[name] = trained.squeeze(0)
+            for module, name, trained in self._places:
+                own.append((module, name, module._parameters[name]))
+                # past nn.Module's check that only a Parameter may stand here: the gradient must reach the copy,
+                # and as a view, whose gradient needs no copy: there are hundreds of weights
+                module._parameters[name] = getattr(self, trained).squeeze(0)
             yield
         finally:
             for module, name, weight in own:
