@@ -160,7 +160,7 @@ def test_mismatches_are_refused(base, taught, inversions, run):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["inversion-t", "lora-both-r8", "after-v-engram", "ours"])
+@pytest.mark.parametrize("name", ["inversion-t", "lora-both-r8", "after-v-engram", "ours", "ours-trainable-basis"])
 def test_a_step_on_a_gpu_waits_for_nothing_and_equals_the_cpu(base, subjects, taught, run, name):
     there = Base.load("cuda")
     there.subjects = subjects

@@ -18,7 +18,6 @@ from benchmarks.personalization.methods.ours import Ours
 from benchmarks.personalization.methods.spans import CONFIG, Places, basis_matrices
 from benchmarks.personalization.runs import Run
 from tiny_engram.kernels.span_residual import span_residual
-from tiny_engram.residual import span_mean_norm
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
@@ -81,8 +80,9 @@ class TrainableBasis(Ours):
         # each position with a copy of its run's matrix: by a product with zeros, a run that diverged would reach the others
         own = (basis[places.run] for basis in (self.key_basis, self.value_basis))
         key, value = (torch.einsum("mnd,ndw->mnw", e, basis).flatten(0, 1) for basis in own)
-        h = here.float().expand(mounts, -1, -1).flatten(0, 1)
-        norm = span_mean_norm(h, torch.tensor(places.length * mounts))
+        h = here.float()
+        norm = places.means(h.square().sum(-1).sqrt()).repeat(mounts)
+        h = h.expand(mounts, -1, -1).flatten(0, 1)
         gates = {"gain": gain.flatten(), "bias": bias.flatten(), "scale": scale.flatten()}
         return (h + span_residual(h, key, value, mean_norm=norm, **gates)).view(mounts, *here.shape).to(here.dtype)
 
