@@ -18,7 +18,7 @@ from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
-from tiny_engram.fitting import extend_concept, fit_trigger
+from tiny_engram.fitting import extend_concept, fit_concept
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mount_names import choose_mounts
 from tiny_engram.mounts import MountError, SpanMount
@@ -177,20 +177,7 @@ class EngramAdapter:
         concept = source if isinstance(source, Concept) else Concept.load(source)
         strength = checked_strength(strength)
         name = self._free_name(name or concept.name, rename)
-        missing = sorted(set(self.mounts) - set(concept.roles))
-        extra = sorted(set(concept.roles) - set(self.mounts))
-        if missing or extra:
-            raise TinyEngramError(
-                f"concept {name!r} is for encoders {sorted(concept.roles)}, "
-                f"this pipeline has {sorted(self.mounts)}; load it into the base it was made for"
-            )
-        compiled = {role: fit_trigger(name, concept, mount, trigger) for role, mount in self.mounts.items()}
-        for role, mount in self.mounts.items():
-            for owner, text in mount.store.index.conflicts(compiled[role]).items():
-                raise TinyEngramError(
-                    f"trigger {text!r} of concept {name!r} is already registered by concept {owner!r}; "
-                    "unload that one, or load with trigger='another word'"
-                )
+        compiled = fit_concept(name, concept, self.mounts, trigger)
         if concept.base and self.base and concept.base != self.base:
             logger.warning(
                 "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ",

@@ -1,4 +1,4 @@
-"""Does a concept fit a pipeline's encoder, and can it take another spelling? May import triggers, concept and mounts."""
+"""Does a concept fit a pipeline's encoders, and can it take another spelling? May import triggers, concept and mounts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,10 +10,31 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.mounts import SpanMount
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
-__all__ = ["extend_concept", "fit_trigger"]
+__all__ = ["extend_concept", "fit_concept"]
 
 
-def fit_trigger(name: str, concept: Concept, mount: SpanMount, trigger: str | None) -> CompiledTrigger:
+def fit_concept(name: str, concept: Concept, mounts: Mapping[str, SpanMount], trigger: str | None = None) -> dict[str, CompiledTrigger]:
+    """The concept's token sequences at every encoder, by role.
+
+    Raises:
+        TinyEngramError: another set of encoders, a sequence that a loaded concept has, or what `_fit_role` refuses.
+    """
+    if set(concept.roles) != set(mounts):
+        raise TinyEngramError(
+            f"concept {name!r} is for encoders {sorted(concept.roles)}, "
+            f"this pipeline has {sorted(mounts)}; load it into the base it was made for"
+        )
+    compiled = {role: _fit_role(name, concept, mount, trigger) for role, mount in mounts.items()}
+    for role, mount in mounts.items():
+        for owner, text in mount.store.index.conflicts(compiled[role]).items():
+            raise TinyEngramError(
+                f"trigger {text!r} of concept {name!r} is already registered by concept {owner!r}; "
+                "unload that one, or load with trigger='another word'"
+            )
+    return compiled
+
+
+def _fit_role(name: str, concept: Concept, mount: SpanMount, trigger: str | None) -> CompiledTrigger:
     """The concept's token sequences at one encoder, in the order of its rows.
 
     The trigger's text is tokenised again and compared with what the file says. `trigger` puts another text in its place, which
