@@ -46,3 +46,13 @@ def config(folder, tmp_path):
         return TrainConfig(**{**options, **changes})
 
     return make
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate keeps one precision for the life of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()

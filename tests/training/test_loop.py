@@ -285,16 +285,6 @@ def test_rows_stay_float32_under_a_half_precision_base(tiny, config, tmp_path, d
     assert all(map(math.isfinite, result.losses)) and tensors["master.rows"].ne(0).float().mean() > 0.9 and digest(pipe) == before
 
 
-@pytest.fixture
-def fresh_accelerate():
-    """Accelerate keeps one precision for the life of a process."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
 def test_mixed_precision(pipe, config, tmp_path, fresh_accelerate):
     """The denoiser runs in bfloat16, rows and what they add do not; asking for another precision in one process is refused in words."""
     seen = []

@@ -152,16 +152,6 @@ def test_a_denoiser_that_reads_something_else_is_told(tiny, config, tmp_path):
     assert no_hooks(pipe) and not (tmp_path / "out" / "concept.safetensors").exists()
 
 
-@pytest.fixture
-def fresh_accelerate():
-    """Accelerate keeps one precision for the life of a process."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
 def test_mixed_precision(pipe, config, tmp_path, fresh_accelerate):
     result = teach(pipe, config(mounts=BOTH, mixed_precision="bf16"))
     rows = load_checkpoint(tmp_path / "out" / "checkpoint-4")[0]["master.rows"]
