@@ -6,6 +6,7 @@ Everything that several pieces need (base, judges, pictures of the subjects) is 
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,7 @@ class Outcome:
 
     records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     pairs: list[dict[str, Any]] = field(default_factory=list)
-    losses: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, list[float | None]] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
     judges: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, Any] = field(default_factory=dict)
@@ -167,7 +168,13 @@ def _teach_and_draw(bench: Bench, piece: Piece, runs: tuple, outcome: Outcome, s
     )  # fmt: skip
     for run, curve in zip(runs, losses.float().cpu(), strict=True):
         name = f"{piece.stage}/{piece.label}/{run.subject}/{run.seed}/{run.learning_rate:g}"
-        outcome.losses[name] = [round(part.mean().item(), 5) for part in curve.split(WINDOW)]
+        outcome.losses[name] = windowed(curve)
+
+
+def windowed(losses: torch.Tensor) -> list[float | None]:
+    """Means over `WINDOW` steps of one run's losses `[steps]`; None where the run had diverged."""
+    means = [part.mean().item() for part in losses.split(WINDOW)]
+    return [round(mean, 5) if math.isfinite(mean) else None for mean in means]
 
 
 def _controls(piece: Piece, adapters: Any) -> list[tuple[str, Adapters]]:

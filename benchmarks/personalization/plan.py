@@ -54,8 +54,8 @@ SEEDS = (0, 1, 2)
 FIDELITY = ("effnet_best", "lpips_best", "identity", "identity_lpips")
 RULE = (
     "the learning rate with the highest mean, over the development subjects, of half concept fidelity (mean of best-reference "
-    "similarity and identity, each by EfficientNet and by LPIPS, over the nine contexts) and half prompt fidelity (mean over those that "
-    "ask for something)"
+    "similarity and identity, each by EfficientNet and by SqueezeNet, over the nine contexts) and half prompt fidelity (mean over those "
+    "that ask for something)"
 )
 
 

@@ -21,7 +21,7 @@ STAGE = "final"
 OURS_COLOUR = "#c8553d"
 COLOURS = ("#1b6ca8", "#2a9d8f", "#7b5ea7", "#8a6d3b", "#555555", "#4f9ac7", "#a23b72", "#6a994e")
 MARKERS = {"inversion": "oP", "lora": "sD", "after": "^v", "full": "X"}
-NETWORKS = {"effnet_best": "concept fidelity, EfficientNet", "lpips_best": "concept fidelity, 1 - LPIPS"}
+NETWORKS = {"effnet_best": "concept fidelity, EfficientNet", "lpips_best": "concept fidelity, SqueezeNet"}
 WIDTH, DPI = 8.0, 130  # 1,040 pixels, legible when shown at 800
 
 

@@ -75,7 +75,7 @@ def hard_contexts(results: Results) -> Iterator[Promise]:
 def two_subjects(results: Results) -> Iterator[Promise]:
     """Pairs: a share of the base's own rate, and more often than LoRA."""
     ours = results.label(OURS)
-    for score, network in (("both", "EfficientNet"), ("both_lpips", "LPIPS")):
+    for score, network in (("both", "EfficientNet"), ("both_lpips", "SqueezeNet")):
         right, known = results.pairs(ours, score=score), results.known_pairs(score)
         share = right / known
         measured = f"{ranged(share)}: {percent(right.value)} of {percent(known.value)}"

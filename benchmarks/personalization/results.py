@@ -22,10 +22,10 @@ PATH = ROOT / "benchmarks" / "results" / "personalization.json"
 FIDELITY = {
     "effnet_best": "EfficientNet, best reference",
     "effnet_all": "EfficientNet, all references",
-    "lpips_best": "1 - LPIPS, best reference",
-    "lpips_all": "1 - LPIPS, all references",
+    "lpips_best": "SqueezeNet, best reference",
+    "lpips_all": "SqueezeNet, all references",
 }
-IDENTITY = {"identity": "EfficientNet", "identity_lpips": "LPIPS"}
+IDENTITY = {"identity": "EfficientNet", "identity_lpips": "SqueezeNet"}
 PROMPT = {"colour": "background", "style": "style", "companion": "companion", "position": "position"}
 OURS = "ours"
 

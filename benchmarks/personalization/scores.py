@@ -69,7 +69,7 @@ class Seen:
 
     Attributes:
         best, mean: similarity to the nearest reference and over all references, float32 `[windows, subjects, 2]`; the last
-            axis is EfficientNet, LPIPS.
+            axis is EfficientNet, SqueezeNet.
         style: int64 `[windows]`. thing: int64 `[windows]`, an index of `drawn_names()`.
         looks: log-probabilities of the styles, `[windows, 3]`, seen in the crop; `real`: those of the references of the object that
             should be there, `[views, 3]`, or None.
@@ -338,10 +338,11 @@ def accuracy(
             missing = [{"style": 1 - record["style"]} for record in _judge_real(through, asked, judges, Gallery(own), seed)]
             sides = ["whole picture" if one.prompt.side == "whole" else "half" for one in alone]
             kinds = [one.subjects[0].kind for one in alone]
-            identity = {"identity": "identity", "identity_lpips": "identity by LPIPS"}
+            identity = {"identity": "identity", "identity_lpips": "identity by SqueezeNet"}
+            both = {"both": "both identities", "both_lpips": "both by SqueezeNet"}
             result[split][kind] = (
                 _means(list(zip(sides, single, strict=True)), identity)
-                | _means([("pairs", record) for record in double], identity | {"both": "both identities", "both_lpips": "both by LPIPS"})
+                | _means([("pairs", record) for record in double], identity | both)
                 | _means(list(zip(kinds, single, strict=True)), {"style": "style"})
                 | _means([("object", record) for record in missing], {"style": "want of a style"})
                 | _means([("pairs", record) for record in double], {"style": "style"})

@@ -37,16 +37,19 @@ class PieceFile:
     def read(self) -> dict[str, Any]:
         """`piece.json`."""
         with zipfile.ZipFile(self.path) as file:
-            return json.loads(file.read("piece.json"))
+            return _parsed(file.read("piece.json"))
 
     @classmethod
     def write(
         cls, folder: Path, key: str, content: Mapping[str, Any], pictures: Mapping[str, np.ndarray], files: Mapping[str, bytes]
     ) -> PieceFile:
-        """`pictures`: "method/subject/seed/step/context" -> uint8 `[h, w, 3]`. `files`: concept files by name."""
+        """`pictures`: "method/subject/seed/step/context" -> uint8 `[h, w, 3]`. `files`: concept files by name.
+
+        Raises ValueError for a figure that is no number.
+        """
         blob = io.BytesIO()
         with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as file:
-            file.writestr("piece.json", json.dumps(content))
+            file.writestr("piece.json", _written(content))
             for name, picture in pictures.items():
                 file.writestr(zipfile.ZipInfo(f"pictures/{name}.webp"), _webp(picture))  # stored: it is compressed already
             for name, data in files.items():
@@ -58,6 +61,19 @@ class PieceFile:
     def all(cls, folder: Path) -> list[PieceFile]:
         """Those in a folder, by name."""
         return [cls(path) for path in sorted(folder.glob("*.zip"))]
+
+
+def _written(value: Any, **options: Any) -> str:
+    """As JSON, which knows neither NaN nor infinity: a loss of a run that diverged is null, of anything else it is a fault."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError as error:
+        raise ValueError(f"a figure is no number ({error}): expected null for losses of runs that diverged, numbers elsewhere") from error
+
+
+def _parsed(text: str | bytes) -> Any:
+    """From JSON; NaN and infinity, which others may have written, become None."""
+    return json.loads(text, parse_constant=lambda name: None)
 
 
 def _webp(picture: np.ndarray) -> bytes:
@@ -136,22 +152,22 @@ def load_results(path: Path) -> dict[str, Any]:
     if not path.exists():
         return empty
     try:
-        return empty | json.loads(path.read_text())
+        return empty | _parsed(path.read_text())
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: no results of this bench ({error}); move it away, or restore it") from error
 
 
 def save_results(path: Path, results: Mapping[str, Any]) -> None:
-    """As JSON with a record a line: changes stay readable."""
+    """As JSON with a record a line: changes stay readable. Raises ValueError for a figure that is no number."""
 
     def lines(value: Any, deep: int) -> str:
         pad = "\n" + " " * (deep + 1)
         if isinstance(value, dict) and value and deep < 2:
-            entries = [f"{json.dumps(name)}: {lines(entry, deep + 1)}" for name, entry in value.items()]
+            entries = [f"{_written(name)}: {lines(entry, deep + 1)}" for name, entry in value.items()]
             return "{" + pad + f",{pad}".join(entries) + pad[:-1] + "}"
         if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-            return "[" + pad + f",{pad}".join(json.dumps(entry, separators=(",", ":")) for entry in value) + pad[:-1] + "]"
-        return json.dumps(value)
+            return "[" + pad + f",{pad}".join(_written(entry, separators=(",", ":")) for entry in value) + pad[:-1] + "]"
+        return _written(value)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (lines(results, 0) + "\n").encode())

@@ -12,7 +12,7 @@ from benchmarks.personalization.statistics import Estimate, estimate
 
 STAGE = "methods"
 # Of one picture's figures, those that a table of development subjects shows.
-SHOWN = {"effnet_best": "concept fidelity, EfficientNet", "lpips_best": "1 - LPIPS", "prompt": "prompt fidelity"}
+SHOWN = {"effnet_best": "concept fidelity, EfficientNet", "lpips_best": "concept fidelity, SqueezeNet", "prompt": "prompt fidelity"}
 
 
 def score_of(records: Iterable[Mapping[str, Any]]) -> Estimate:
@@ -113,7 +113,7 @@ def judges(results: Results) -> str:
     if not right or not most:
         raise NotMeasured("stage base has not been run")
     columns = {f"{split}, {kind}": found for split, kinds in right.items() for kind, found in kinds.items()}
-    fields = {**FIDELITY, "identity": "identity, EfficientNet", "identity_lpips": "identity, LPIPS", "prompt": "prompt fidelity"}
+    fields = {**FIDELITY, "identity": "identity, EfficientNet", "identity_lpips": "identity, SqueezeNet", "prompt": "prompt fidelity"}
     reached = {name: {context: found[field] for context, found in most.items() if field in found} for field, name in fields.items()}
     parts = [_grid("share of verdicts that are right", columns), "Ceilings, by context:\n", _grid("context", reached)]
     return "\n".join(parts)

@@ -38,7 +38,7 @@ def summary(results: Results) -> str:
                 cell(lambda method=method: change(max(results.change(method).values()))),
             ]
         )
-    heads = ["concept fidelity, EfficientNet", "concept fidelity, 1 - LPIPS", "prompt fidelity", "identity", "two subjects, both right"]
+    heads = ["concept fidelity, EfficientNet", "concept fidelity, SqueezeNet", "prompt fidelity", "identity", "two subjects, both right"]
     return table(["method", *heads, "bytes", "change without the trigger"], rows)
 
 
@@ -78,8 +78,8 @@ def hard(results: Results) -> str:
         known = cell(lambda label=label: percents(results.pairs(label) / results.known_pairs()))
         rows.append([label, *(ranged(share) for share in shares), *pairs, known])
     known = cell(lambda: percents(results.known_pairs()))
-    heads = [f"{place}, {network}" for place in ("right of another", "bare trigger") for network in ("EfficientNet", "1 - LPIPS")]
-    text = table(["method", *heads, "both right, EfficientNet", "both right, LPIPS", "of the base's own rate"], rows)
+    heads = [f"{place}, {network}" for place in ("right of another", "bare trigger") for network in ("EfficientNet", "SqueezeNet")]
+    text = table(["method", *heads, "both right, EfficientNet", "both right, SqueezeNet", "of the base's own rate"], rows)
     return f"{text}\nThe base's own rate, for pairs of names that it was trained on: {known} (EfficientNet).\n"
 
 
@@ -98,7 +98,7 @@ def differences(results: Results) -> str:
     """Ours less each other method, subject by subject."""
     ours = results.label(OURS)
     others = [label for label, method in results.methods(STAGE).items() if method != OURS]
-    names = {**FIDELITY, "prompt": "prompt fidelity", "identity": "identity, EfficientNet", "identity_lpips": "identity, LPIPS"}
+    names = {**FIDELITY, "prompt": "prompt fidelity", "identity": "identity, EfficientNet", "identity_lpips": "identity, SqueezeNet"}
     rows = [
         [name, *(ranged(results.score(STAGE, ours, score) - results.score(STAGE, other, score), signed=True) for other in others)]
         for score, name in names.items()
@@ -129,7 +129,8 @@ def wall_time(results: Results) -> str:
         step = min(budget / results.cost(method, "step_seconds"), last)
         scores = [ranged(results.at(STAGE, label, score, step)) for score in ("effnet_best", "lpips_best", "prompt")]
         rows.append([label, f"{step:.0f}" + (" (all that were trained)" if step == last else ""), *scores])
-    text = table(["method", "steps in that time", "concept fidelity, EfficientNet", "concept fidelity, 1 - LPIPS", "prompt fidelity"], rows)
+    heads = ["concept fidelity, EfficientNet", "concept fidelity, SqueezeNet", "prompt fidelity"]
+    text = table(["method", "steps in that time", *heads], rows)
     return f"{text}\nThe time is that of {results.main} steps of ours, {budget:.0f} s with one concept alone on the machine.\n"
 
 

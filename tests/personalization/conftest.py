@@ -1,5 +1,6 @@
 """What the bench's tests share: the embedded base itself, and subjects of a few painted pixels to teach it."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -35,6 +36,31 @@ def pictures(seed: int, count: int = 5, captions: int = 3) -> list[TaughtPicture
         texts = tuple(f"a {{0}}, picture {i} said {way} times" for way in range(2, 2 + captions))
         made.append(TaughtPicture(image, texts, "gray"))
     return made
+
+
+# One of each kind of record.
+FEW = ("taught", "right", "bare")
+
+
+@pytest.fixture(scope="session")
+def synthetic():
+    """The module that invents results."""
+    spec = importlib.util.spec_from_file_location("synthetic", Path(__file__).with_name("synthetic.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def few():
+    """Three of the nine contexts are drawn, and named: pictures take their time on a CPU."""
+    from benchmarks.personalization import shots
+    from benchmarks.personalization.prompts import prompts_for
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shots, "prompts_for", lambda subject: tuple(p for p in prompts_for(subject) if p.context in FEW))
+        yield FEW
 
 
 @pytest.fixture(scope="session")

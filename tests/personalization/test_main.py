@@ -6,37 +6,27 @@ import zipfile
 import pytest
 
 from benchmarks.personalization import __main__ as command
-from benchmarks.personalization import plan, shots
+from benchmarks.personalization import plan
 from benchmarks.personalization.__main__ import Clock, arguments, main, rates_of, settings_of
 from benchmarks.personalization.pieces import estimate
-from benchmarks.personalization.prompts import prompts_for
 from benchmarks.personalization.store import Pictures, PieceFile
 
 TINY = ["--reduced", "--steps", "2", "--batch", "1", "--samples", "1", "--pair", "1", "--choices", "2", "--drawing-steps", "1"]
-FEW = ("taught", "right", "bare")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_contexts():
-    """Three of the nine, one of each kind of record: pictures take their time on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shots, "prompts_for", lambda subject: tuple(p for p in prompts_for(subject) if p.context in FEW))
-        yield
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(tmp_path_factory, few):
     """The folder of a comparison of one method, two steps long."""
     folder = tmp_path_factory.mktemp("small")
     assert main([*TINY, "--only", "ours", "--out", str(folder), "--pack", str(folder / "packs" / "carry.zip")]) == 0
     return folder
 
 
-def test_records_of_a_small_comparison(small):
+def test_records_of_a_small_comparison(small, few):
     results = json.loads((small / "results.json").read_text())
     records = results["stages"]["methods"]
     subjects = results["settings"]["subjects"]["development"][:2]
-    assert [(r["subject"], r["context"]) for r in records] == [(s, c) for s in subjects for c in FEW]
+    assert [(r["subject"], r["context"]) for r in records] == [(s, c) for s in subjects for c in few]
     for record in records:
         assert (record["method"], record["step"], record["seed"], record["pictures"]) == ("ours", 2, 0, 1)
         assert all(0 <= record[name] <= 1 for name in ("effnet_best", "lpips_best", "identity", "identity_lpips"))
@@ -47,9 +37,9 @@ def test_records_of_a_small_comparison(small):
     assert results["settings"]["main"] == 2 and results["commit"] and results["machine"] and "torch" in results["versions"]
 
 
-def test_pictures_and_concepts_are_kept(small):
+def test_pictures_and_concepts_are_kept(small, few):
     pictures = Pictures(small)
-    assert len(pictures) == 2 * len(FEW) + 1 and all(pictures[name].shape == (128, 128, 3) for name in list(pictures)[:2])
+    assert len(pictures) == 2 * len(few) + 1 and all(pictures[name].shape == (128, 128, 3) for name in list(pictures)[:2])
     assert sum(name.endswith("/0/2/bare") for name in pictures) == 2
     with zipfile.ZipFile(PieceFile.all(small)[0].path) as file:
         assert sum(name.startswith("concepts/") for name in file.namelist()) == 2

@@ -6,29 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.personalization import plan, shots
+from benchmarks.personalization import plan
 from benchmarks.personalization.methods import METHODS
-from benchmarks.personalization.pieces import Bench, run_piece, save_piece
+from benchmarks.personalization.pieces import WINDOW, Bench, run_piece, save_piece, windowed
 from benchmarks.personalization.plan import Settings
-from benchmarks.personalization.prompts import pair_prompts, prompts_for
+from benchmarks.personalization.prompts import pair_prompts
 from benchmarks.personalization.shots import averaged, draw_shots, pair_shots, single_shots
 from benchmarks.personalization.store import merge
 
 SETTINGS = Settings(steps=2, main=2, checkpoints=(1, 2), batch=1, samples=1, between=1, pair=1, drawing_steps=1)
 SUBJECT = "octopus"
-FEW = ("taught", "right", "bare")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_contexts():
-    """Three of the nine, one of each kind of record: pictures take their time on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shots, "prompts_for", lambda subject: tuple(p for p in prompts_for(subject) if p.context in FEW))
-        yield
 
 
 @pytest.fixture(scope="module")
-def bench(base):
+def bench(base, few):
     """The bench itself, on the base that all tests share."""
     made = Bench("cpu")
     before = base.subjects
@@ -48,12 +39,12 @@ def taught(bench):
     return piece, run_piece(bench, piece, lines.append), lines
 
 
-def test_records_at_every_checkpoint(taught):
+def test_records_at_every_checkpoint(taught, few):
     _, outcome, lines = taught
     assert [(r["step"], r["subject"], r["context"]) for r in outcome.records["methods"]] == [
-        (step, SUBJECT, context) for step in (1, 2) for context in FEW
+        (step, SUBJECT, context) for step in (1, 2) for context in few
     ]
-    assert [(r["method"], r["step"], r["context"]) for r in outcome.records["controls"]] == [("ours-off", 2, c) for c in FEW]
+    assert [(r["method"], r["step"], r["context"]) for r in outcome.records["controls"]] == [("ours-off", 2, c) for c in few]
     assert not outcome.pairs, "one subject makes no pair"
     assert any(line.startswith("step 2 of 2") for line in lines)
 
@@ -71,9 +62,9 @@ def test_the_switched_off_control_is_the_base(bench, taught):
         assert np.abs(outcome.pictures[f"ours/{name}"].astype(int) - drawn).max() > 1
 
 
-def test_a_piece_keeps_what_others_read(bench, taught, tmp_path):
+def test_a_piece_keeps_what_others_read(bench, taught, tmp_path, few):
     piece, outcome, _ = taught
-    assert len(outcome.pictures) == 2 * len(FEW) and all(name.split("/")[3] == "2" for name in outcome.pictures)
+    assert len(outcome.pictures) == 2 * len(few) and all(name.split("/")[3] == "2" for name in outcome.pictures)
     assert list(outcome.files) == ["octopus-0.safetensors"]
     read = save_piece(bench, piece, outcome, 1.5, tmp_path).read()
     assert read["key"] == piece.key(bench.inputs) and read["cells"] == ["octopus/0"] and read["seconds"] == 1.5
@@ -82,31 +73,31 @@ def test_a_piece_keeps_what_others_read(bench, taught, tmp_path):
 
 
 @pytest.mark.slow
-def test_methods_that_hold_one_run_take_turns(bench):
+def test_methods_that_hold_one_run_take_turns(bench, few):
     piece, second = plan.sweep(bench.names, SETTINGS, only=["full"], teach=[SUBJECT])[:2]
     assert [run.subject for p in (piece, second) for run in p.runs] == ["octopus", "octopus"]
     before = {name: p.clone() for name, p in bench.base.unet.named_parameters()}
     outcome = run_piece(bench, replace(piece, gallery=(SUBJECT,)))
     assert all(torch.equal(before[name], p) for name, p in bench.base.unet.named_parameters())
-    assert len(outcome.records["sweep"]) == len(FEW) and not outcome.pairs and not outcome.pictures
+    assert len(outcome.records["sweep"]) == len(few) and not outcome.pairs and not outcome.pictures
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_the_base_draws_without_being_taught(bench, number):
+def test_the_base_draws_without_being_taught(bench, number, few):
     piece = plan.base(bench.names, SETTINGS)[number]
     whose = (bench.names.known, bench.names.final, bench.names.development)[number - 1][0]
     piece = replace(piece, gallery=(whose, "fox") if number > 1 else (whose,))
     outcome = run_piece(bench, piece)
-    assert [(r["subject"], r["context"]) for r in outcome.records["base"]] == [(whose, context) for context in FEW]
+    assert [(r["subject"], r["context"]) for r in outcome.records["base"]] == [(whose, context) for context in few]
     assert {(r["method"], r["step"]) for r in outcome.records["base"]} == {("base", 0)} and not outcome.pairs
-    assert len(outcome.pictures) == (len(FEW) if piece.keep else 0)
+    assert len(outcome.pictures) == (len(few) if piece.keep else 0)
 
 
-def test_shots_share_their_noise(bench):
+def test_shots_share_their_noise(bench, few):
     octopus, snowman, duck = (bench.subjects[name] for name in ("octopus", "snowman", "duck"))
     one, other = single_shots({0: octopus}, {0: 0}, 3), single_shots({4: duck, 5: snowman}, {4: 0, 5: 1}, 2)
     seeds = {(shot.prompt.context, shot.sample): shot.seed for shot in one}
-    assert len(set(seeds.values())) == 3 * len(FEW)
+    assert len(set(seeds.values())) == 3 * len(few)
     assert all(seeds[shot.prompt.context, shot.sample] == shot.seed for shot in other if shot.runs == (4,))
     assert not set(seeds.values()) & {shot.seed for shot in other if shot.runs == (5,)}, "another training seed has noise of its own"
     named = single_shots({-1: octopus}, {-1: 0}, 1, by_class_word=True)
@@ -118,9 +109,14 @@ def test_shots_share_their_noise(bench):
     assert not {shot.seed for shot in pairs} & set(seeds.values())
 
 
-def test_means_are_over_the_pictures_that_have_a_score(bench):
+def test_means_are_over_the_pictures_that_have_a_score(bench, few):
     asked = single_shots({0: bench.subjects["octopus"]}, {0: 0}, 2)
     scores = [{"identity": float(shot.sample), "colour": 1.0} if shot.sample else {"identity": 0.0} for shot in asked]
     found = averaged(asked, scores)
-    assert [shot.prompt.context for shot, _ in found] == list(FEW)
+    assert [shot.prompt.context for shot, _ in found] == list(few)
     assert all(means == {"pictures": 2, "identity": 0.5, "colour": 1.0} for _, means in found)
+
+
+def test_losses_of_a_run_that_diverged():
+    losses = torch.cat([torch.full((WINDOW,), 0.5), torch.tensor([0.25, float("nan"), 1.0])])
+    assert windowed(losses) == [0.5, None] and windowed(losses[:-3] * float("inf")) == [None]

@@ -1,7 +1,5 @@
 """Plots of invented results: what is drawn is what was measured, at the size that the page shows, and the same file every time."""
 
-import importlib.util
-from pathlib import Path
 
 import pytest
 from matplotlib import pyplot as plt
@@ -12,12 +10,8 @@ from benchmarks.personalization.results import Results
 
 
 @pytest.fixture(scope="module")
-def results():
-    spec = importlib.util.spec_from_file_location("synthetic", Path(__file__).with_name("synthetic.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Results(module.results())
+def results(synthetic):
+    return Results(synthetic.results())
 
 
 @pytest.fixture

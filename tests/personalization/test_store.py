@@ -107,3 +107,19 @@ def test_results_are_kept_with_a_record_a_line(tmp_path, empty):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match="no results of this bench"):
         load_results(tmp_path / "bad.json")
+
+
+def test_figures_that_are_no_numbers(tmp_path, empty):
+    diverged = piece("a" * 16) | {"losses": {"final/Ours/owl/0": [0.5, None]}}
+    results = merge(empty, [PieceFile.write(tmp_path, "a" * 16, diverged, {}, {}).read()])
+    save_results(tmp_path / "results.json", results)
+    assert load_results(tmp_path / "results.json") == results and results["losses"]["final/Ours/owl/0"]["curve"] == [0.5, None]
+    # files of others may hold what Python's parser takes and no other does
+    (tmp_path / "results.json").write_text((tmp_path / "results.json").read_text().replace("null", "NaN"))
+    assert load_results(tmp_path / "results.json") == results
+    for broken in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a figure is no number"):
+            PieceFile.write(tmp_path, "b" * 16, piece("b" * 16, value=broken), {}, {})
+        with pytest.raises(ValueError, match="a figure is no number"):
+            save_results(tmp_path / "results.json", merge(empty, [piece("b" * 16, value=broken)]))
+    assert not (tmp_path / f"{'b' * 16}.zip").exists() and load_results(tmp_path / "results.json") == results
