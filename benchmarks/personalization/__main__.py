@@ -31,7 +31,7 @@ from benchmarks.personalization.store import PieceFile, load_results, merge, pac
 RESULTS = ROOT / "benchmarks" / "results" / "personalization.json"
 LEVERS = Path(__file__).with_name("levers.json")
 REDUCED_STAGES = ("methods",)
-TRIALS = ("steps", "main", "batch", "samples", "between", "pair", "choices", "drawing_steps")
+TRIALS = ("steps", "main", "batch", "samples", "between", "pair", "choices", "drawn", "drawing_steps")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +20,7 @@ from torch import nn
 from benchmarks.personalization.methods.method import Rows
 
 if TYPE_CHECKING:
+    from benchmarks.personalization.priors import Extra
     from benchmarks.personalization.subjects import Subject
 
 __all__ = ["EMOJI_SD", "STAND_IN", "Base", "Taught"]
@@ -215,12 +216,14 @@ class Taught:
     Attributes:
         means, stds: of the pictures' latents, float32 `[pictures, channels, h, w]` on the base's device.
         captions: of each picture, with {0} for the trigger.
+        extras: by the name of the option that asks for them, pictures beside these.
     """
 
     subject: Subject
     means: torch.Tensor
     stds: torch.Tensor
     captions: list[list[str]]
+    extras: Mapping[str, Extra] = field(default_factory=dict)
 
     @classmethod
     def of(cls, base: Base, subject: Subject, pictures: Sequence[_Picture]) -> Taught:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.personalization.base import Base
-from benchmarks.personalization.methods import METHODS
+from benchmarks.personalization.methods import method_of
 from benchmarks.personalization.plan import OURS, Settings
 from benchmarks.personalization.runs import Run
 from benchmarks.personalization.subjects import known_names
@@ -74,11 +74,11 @@ def _bare_step(base: Base, batch: int) -> Callable[[], None]:
     return step
 
 
-def _timed(bench: Bench, run: Run, batch: int, steps: int, warm: int) -> dict[str, Any]:
+def _timed(bench: Bench, run: Run, settings: Settings, steps: int, warm: int) -> dict[str, Any]:
     base = bench.base
-    bare = _bare_step(base, batch)
+    bare = _bare_step(base, settings.batch)
     pairs: list[tuple[float, float]] = []
-    adapters = METHODS[run.method](base, (run,))
+    adapters = method_of(run.method)(base, (run,))
     last = 0.0
 
     def on_step(done: int) -> None:
@@ -93,7 +93,8 @@ def _timed(bench: Bench, run: Run, batch: int, steps: int, warm: int) -> dict[st
             pairs.append((after - now, now - last))
         last = time.perf_counter()
 
-    teach(base, adapters, [bench.taught(run.subject)], steps=warm + steps, batch_size=batch, on_step=on_step)
+    taught = bench.taught_to(adapters, settings)
+    teach(base, adapters, taught, steps=warm + steps, batch_size=settings.batch, on_step=on_step)
     return {
         "bytes": adapters.payload(0),
         "values": adapters.trainable(),
@@ -101,7 +102,7 @@ def _timed(bench: Bench, run: Run, batch: int, steps: int, warm: int) -> dict[st
         "bare_seconds": statistics.median(seconds for seconds, _ in pairs),
         "step_ratio": statistics.median(step / seconds for seconds, step in pairs),
         "steps_timed": len(pairs),
-        "batch": batch,
+        "batch": settings.batch,
     }
 
 
@@ -133,11 +134,11 @@ def measure(
     memory = _Memory(base)
     bare()
     found: dict[str, Any] = {"bare_peak_bytes": memory.peak()}
-    found |= _timed(bench, run, settings.batch, timed, warm)
+    found |= _timed(bench, run, settings, timed, warm)
     say(f"{run.method}: {found['step_seconds'] * 1000:.1f} ms a step, {found['step_ratio']:.2f} of the bare denoiser's")
-    taught = [bench.taught(run.subject)]
+    taught = bench.taught_to(method_of(run.method)(base, (run,)), settings)
     memory = _Memory(base)
-    adapters = METHODS[run.method](base, (run,))
+    adapters = method_of(run.method)(base, (run,))
     teach(base, adapters, taught, steps=settings.main, batch_size=settings.batch)
     found |= {"peak_bytes": memory.peak(), "steps": settings.main, "options": dict(run.options)}
     trigger = bench.subjects[run.subject].trigger

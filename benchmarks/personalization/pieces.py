@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 from tables import ROOT, circumstances
 
 from benchmarks.personalization.base import EMOJI_SD, Base, Taught
-from benchmarks.personalization.methods import LABELS, METHODS, Adapters
+from benchmarks.personalization.methods import LABELS, Adapters, method_of
 from benchmarks.personalization.plan import OURS, Piece, Settings, Subjects
+from benchmarks.personalization.priors import Priors
 from benchmarks.personalization.scores import Gallery, Judges, accuracy, ceilings
 from benchmarks.personalization.shots import Shot, averaged, cases, draw_shots, pair_shots, single_shots
 from benchmarks.personalization.store import PieceFile
@@ -48,6 +49,7 @@ class Bench:
         self.device, self.folder, self.tf32 = torch.device(device), folder, tf32
         self._taught: dict[str, Taught] = {}
         self._galleries: dict[tuple[str, ...], Gallery] = {}
+        self._priors: dict[tuple[int, int, float], Priors] = {}
 
     @cached_property
     def base(self) -> Base:
@@ -89,6 +91,21 @@ class Bench:
             self._taught[name] = Taught.of(self.base, self.subjects[name], taught_pictures(self.subjects[name]))
         return self._taught[name]
 
+    def taught_to(self, adapters: Adapters, settings: Settings) -> list[Taught]:
+        """What each run is taught, with the pictures beside it that its options ask for."""
+        taught = {run.subject: self.taught(run.subject) for run in adapters.runs}
+        shares = adapters.shares
+        if shares.prior or shares.collage:
+            how = (settings.drawn, settings.drawing_steps, settings.guidance)
+            if how not in self._priors:
+                self._priors[how] = Priors(self.base, count=how[0], steps=how[1], guidance=how[2])
+            priors = self._priors[how]
+            collages = priors.collages([data.subject for data in taught.values()]) if shares.collage else {}
+            for name, data in taught.items():
+                extras = {"prior": priors.prior} if shares.prior else {}
+                taught[name] = replace(data, extras=extras | ({"collage": collages[name]} if shares.collage else {}))
+        return [taught[run.subject] for run in adapters.runs]
+
     def gallery(self, names: tuple[str, ...]) -> Gallery:
         if names not in self._galleries:
             self._galleries[names] = Gallery(tuple(self.subjects[name] for name in names))
@@ -113,7 +130,7 @@ def run_piece(bench: Bench, piece: Piece, say: Callable[[str], None] = lambda li
     """Do everything that a piece asks for. `say` is given lines about how far it is."""
     outcome = Outcome()
     if piece.kind == "teach":
-        for part in [piece.runs] if METHODS[piece.method].stackable else [(run,) for run in piece.runs]:
+        for part in [piece.runs] if method_of(piece.method).stackable else [(run,) for run in piece.runs]:
             _teach_and_draw(bench, piece, part, outcome, say)
     elif piece.kind in ("known", "untaught"):
         _draw_base(bench, piece, outcome, say)
@@ -148,7 +165,7 @@ def save_piece(bench: Bench, piece: Piece, outcome: Outcome, seconds: float, fol
 
 def _teach_and_draw(bench: Bench, piece: Piece, runs: tuple, outcome: Outcome, say: Callable[[str], None]) -> None:
     base, settings = bench.base, piece.settings
-    adapters = METHODS[piece.method](base, runs)
+    adapters = method_of(piece.method)(base, runs)
     started = time.perf_counter()
 
     def at_checkpoint(step: int) -> None:
@@ -163,7 +180,7 @@ def _teach_and_draw(bench: Bench, piece: Piece, runs: tuple, outcome: Outcome, s
     # a constant rate does not ask how long training lasts
     steps = max(piece.draw_at) if adapters.schedule == "constant" else settings.steps
     losses = teach(
-        base, adapters, [bench.taught(run.subject) for run in runs], steps=steps, batch_size=settings.batch,
+        base, adapters, bench.taught_to(adapters, settings), steps=steps, batch_size=settings.batch,
         at=piece.draw_at, on_checkpoint=at_checkpoint,
     )  # fmt: skip
     for run, curve in zip(runs, losses.float().cpu(), strict=True):

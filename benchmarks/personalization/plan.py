@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks.personalization.methods import LABELS, METHODS, RATES
+from benchmarks.personalization.methods import EXTRA, LABELS, METHODS, RATES, method_of
 from benchmarks.personalization.methods.ours_options import Options
-from benchmarks.personalization.runs import Run
+from benchmarks.personalization.runs import Run, Shares
 
 __all__ = [
     "FULL",
@@ -72,6 +72,7 @@ class Settings:
         batch: pictures per training step and run.
         samples: pictures per prompt at `main`; between: at the other checkpoints; pair: per prompt of two subjects.
         choices: subjects among whom identity is judged; among fewer, known ones fill up.
+        drawn: pictures of the untouched base that the options prior and collage read (priors.py).
         drawing_steps, guidance: of the pipeline. tf32: whether a CUDA device may round the factors of products.
     """
 
@@ -83,6 +84,7 @@ class Settings:
     between: int = 2
     pair: int = 2
     choices: int = 15
+    drawn: int = 48
     drawing_steps: int = 25
     guidance: float = 4.0
     tf32: bool = True
@@ -95,7 +97,7 @@ class Settings:
 
 
 FULL = Settings()
-REDUCED = Settings(steps=120, main=120, checkpoints=(120,), batch=4, samples=2, between=2, pair=2, choices=6, drawing_steps=15)
+REDUCED = Settings(steps=120, main=120, checkpoints=(120,), batch=4, samples=2, between=2, pair=2, choices=6, drawn=12, drawing_steps=15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +144,8 @@ class Piece:
     def described(self) -> dict[str, Any]:
         """Everything that decides the piece's figures, beside the weights and the subjects' pictures; JSON values."""
         decisive: dict[str, Any] = {"version": VERSION, "method_version": METHOD_VERSIONS.get(self.method, 1)}
-        preset = getattr(METHODS.get(self.method), "preset", None)
-        if preset is not None and self.runs:
+        preset = getattr(method_of(self.method), "preset", None) if self.runs else None
+        if preset is not None:
             # what a run does not name is the method's own choice, which may change
             decisive["all_options"] = asdict(Options.of(self.runs[0], preset))
         return json.loads(json.dumps(asdict(self) | decisive))
@@ -193,8 +195,8 @@ def is_control(method: str) -> bool:
 
 
 def _known(method: str) -> str:
-    if method not in METHODS:
-        raise PlanError(f"method {method!r} is not known; expected one of {', '.join(METHODS)}")
+    if method not in METHODS and method not in EXTRA:
+        raise PlanError(f"method {method!r} is not known; expected one of {', '.join((*METHODS, *EXTRA))}")
     return method
 
 
@@ -214,7 +216,7 @@ def _pieces(stage: str, runs: Sequence[Run], names: Sequence[str], subjects: Sub
     method = runs[0].method
     given: dict[str, Any] = {"kind": "teach", "label": LABELS[method], "gallery": subjects.gallery(names, settings.choices)}
     piece = Piece(stage=stage, method=method, runs=tuple(runs), settings=settings, **given | rest)
-    return [piece] if METHODS[method].stackable else [replace(piece, runs=(run,), pairs=False) for run in piece.runs]
+    return [piece] if method_of(method).stackable else [replace(piece, runs=(run,), pairs=False) for run in piece.runs]
 
 
 def sweep(subjects: Subjects, settings: Settings, *, only: Sequence[str] = (), teach: Sequence[str] = ()) -> list[Piece]:
@@ -285,6 +287,8 @@ def levers(
         method = _known(variant.get("method", OURS))
         tried = list(variant.get("learning_rates", ())) + [float(f"{f * RATES[method]:.6g}") for f in variant.get("factors", ())]
         options = tuple(sorted((name, _frozen(value)) for name, value in variant.get("options", {}).items()))
+        if not hasattr(method_of(method), "preset") and (bad := {name for name, _ in options} - {f.name for f in fields(Shares)}):
+            raise PlanError(f"variant {label!r}: {method} has no option {', '.join(sorted(bad))}; expected prior or collage")
         runs = [
             Run(method=method, subject=name, seed=SEEDS[0], learning_rate=float(rate), options=options)
             for rate in tried or [_rate(method, rates, "levers")]

@@ -1,8 +1,11 @@
 """What is trained: a run is one method on one subject, with a seed and a learning rate. Imports the standard library only."""
 
+from __future__ import annotations
+
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -27,3 +30,40 @@ class Run:
 
     def option(self, name: str, default: Any = None) -> Any:
         return dict(self.options).get(name, default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How many of every 8 samples of a batch show something else than the taught pictures; options that any method takes.
+
+    Both are made from the same five pictures and the untouched base; see `priors.py`.
+
+    Attributes:
+        prior: the base's own pictures of two things, captioned with the trigger in place of one; the loss is over the half of the other.
+        collage: a taught picture at half size beside a thing that the base drew, for which the loss is over the whole.
+    """
+
+    prior: int = 0
+    collage: int = 0
+
+    def __post_init__(self) -> None:
+        for name, count in asdict(self).items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"{name} is {count!r}; expected how many of 8 samples, a whole number from 0")
+        if self.prior + self.collage > 7:
+            raise ValueError(f"prior {self.prior} and collage {self.collage} of 8 samples; expected at most 7, since one is taught")
+
+    @classmethod
+    def of_stack(cls, runs: Sequence[Run]) -> Shares:
+        """The shares of runs that are trained together. Raises ValueError where they differ."""
+        each = {cls(**{f.name: run.option(f.name, 0) for f in fields(cls)}) for run in runs}
+        if len(each) > 1:
+            raise ValueError(f"runs of one stack may not differ in prior and collage, got {', '.join(map(str, each))}")
+        return each.pop() if each else cls()
+
+    def counts(self, samples: int) -> dict[str, int]:
+        """Samples of each kind, where there are any, in a batch of so many. Raises ValueError where a share comes to none, or all."""
+        found = {name: round(count * samples / 8) for name, count in asdict(self).items() if count}
+        if not all(found.values()) or sum(found.values()) >= samples:
+            raise ValueError(f"{self} of a batch of {samples} comes to {found}; expected at least one of each, and fewer than {samples}")
+        return found

@@ -50,13 +50,25 @@ def _shares(seed: int, steps: int, samples: int) -> np.ndarray:
     return np.array([[[getattr(d, name) for d in row] for row in drawn] for name in ("picture", "caption", "timestep")])
 
 
+def _kinds(counts: Sequence[int], steps: int, samples: int) -> np.ndarray:
+    """What each sample shows: int64 `[steps, samples]`, 0 for the taught pictures, k for the k-th of `counts` of other kinds.
+
+    Their places move on with every step: a sample's number is its share of the timesteps, and each kind must see all of them.
+    """
+    kinds = np.zeros((steps, samples), np.int64)
+    other = [kind for kind, count in enumerate(counts, 1) for _ in range(count)]
+    for k, kind in enumerate(other):
+        kinds[np.arange(steps), (np.arange(steps) + k * samples // len(other)) % samples] = kind
+    return kinds
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What every step reads, for all steps at once.
 
     Attributes:
         captions: every caption of every run as a batch of its own. places: (slot, start, length) of the spans in each.
-        means, stds: latents of all pictures of all subjects.
+        means, stds: latents of all pictures of all subjects. masks: weights of their places `[pictures, 1, h, w]`, None where all are 1.
         timesteps, pictures, rows: int64 `[steps, runs, samples]`, on the device; `picks` is `rows` on the CPU.
         seeds: the seeds that occur. seed_of: int64 `[runs]` into them, on the device.
         schedule: what the objective reads of a scheduler, on the device: the scheduler's own lies on the CPU, and a step would wait.
@@ -66,6 +78,7 @@ class _Plan:
     places: list[list[tuple[int, int, int]]]
     means: torch.Tensor
     stds: torch.Tensor
+    masks: torch.Tensor | None
     timesteps: torch.Tensor
     pictures: torch.Tensor
     rows: torch.Tensor
@@ -79,24 +92,32 @@ class _Plan:
         length = base.scheduler.config.num_train_timesteps
         texts, words, owners = [], [], []
         offsets: dict[int, int] = {}
-        means, stds = [], []
+        means, stds, masks = [], [], []
+        counted = adapters.shares.counts(samples)
+        kinds = _kinds(tuple(counted.values()), steps, samples)
         timesteps, pictures, rows = (np.empty((steps, len(taught), samples), np.int64) for _ in range(3))
         for i, (run, data) in enumerate(zip(adapters.runs, taught, strict=True)):
-            if id(data) not in offsets:
-                offsets[id(data)] = sum(len(m) for m in means)
-                means.append(data.means)
-                stds.append(data.stds)
-            counts = np.array([len(captions) for captions in data.captions])
-            firsts = len(texts) + counts.cumsum() - counts
-            for captions in data.captions:
-                texts += captions
-            words += [(data.subject.trigger,)] * int(counts.sum())
-            owners += [[i]] * int(counts.sum())
             picture, caption, timestep = _shares(run.seed, steps, samples)
-            chosen = (picture * len(data.means)).astype(np.int64)
-            pictures[:, i] = chosen + offsets[id(data)]
-            rows[:, i] = firsts[chosen] + (caption * counts[chosen]).astype(np.int64)
             timesteps[:, i] = (timestep * length).astype(np.int64)
+            if missing := set(counted) - set(data.extras):
+                raise ValueError(f"{run.method} on {run.subject} has the option {', '.join(sorted(missing))}; give `taught` those extras")
+            for kind, source in enumerate((data, *(data.extras[name] for name in counted))):
+                if id(source) not in offsets:
+                    offsets[id(source)] = sum(len(m) for m in means)
+                    means.append(source.means)
+                    stds.append(source.stds)
+                    mask = None if isinstance(source, Taught) else source.masks
+                    masks.append(torch.ones_like(source.means[:, :1]) if mask is None else mask)
+                counts = np.array([len(captions) for captions in source.captions])
+                firsts = len(texts) + counts.cumsum() - counts
+                for captions in source.captions:
+                    texts += captions
+                words += [(data.subject.trigger,)] * int(counts.sum())
+                owners += [[i]] * int(counts.sum())
+                chosen = (picture * len(source.means)).astype(np.int64)
+                here = kinds == kind
+                pictures[:, i][here] = chosen[here] + offsets[id(source)]
+                rows[:, i][here] = (firsts[chosen] + (caption * counts[chosen]).astype(np.int64))[here]
         captions = base.rows(texts, words, torch.tensor(owners), adapters.vectors)
         places: list[list[tuple[int, int, int]]] = [[] for _ in texts]
         for row, *place in captions.spans:
@@ -107,8 +128,9 @@ class _Plan:
         schedule = SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod.to(base.device), config=scheduler.config)
         at_step, shown, said = (torch.from_numpy(choices).to(base.device) for choices in (timesteps, pictures, rows))
         return cls(
-            captions, places, torch.cat(means), torch.cat(stds), at_step, shown, said, rows, seeds, seed_of.to(base.device), schedule
-        )
+            captions, places, torch.cat(means), torch.cat(stds), torch.cat(masks) if counted else None,
+            at_step, shown, said, rows, seeds, seed_of.to(base.device), schedule,
+        )  # fmt: skip
 
     def batch(self, step: int, first: int, last: int) -> Rows:
         """The captions of runs `first` to `last` at a step."""
@@ -135,7 +157,8 @@ def teach(
     """Train the runs of `adapters` side by side; afterwards it holds what would be saved.
 
     A run's loss is the mean over its `batch_size` samples of the squared error of the denoiser's prediction, with min-SNR
-    weights (gamma 5); its gradient norm is clipped at 1.
+    weights (gamma 5); its gradient norm is clipped at 1. Samples that `adapters.shares` gives to other pictures keep their
+    timesteps and noise.
 
     Args:
         taught: `[runs]`, the subject of each run; runs of one subject may share the object.
@@ -206,8 +229,10 @@ def _losses(
         states = adapters.states(base, rows)
         with adapters.attached(base, rows, states):
             predicted = base.unet(noisy, timesteps, states, return_dict=False)[0]
-    error = (predicted.float() - objective.target_of(plan.schedule, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
-    weighted = error * objective.loss_weights(plan.schedule, timesteps, SNR_GAMMA)
+    error = (predicted.float() - objective.target_of(plan.schedule, latents, noise[:, 0], timesteps)).square()
+    if plan.masks is not None:
+        error = error * plan.masks[pictures]
+    weighted = error.mean((1, 2, 3)) * objective.loss_weights(plan.schedule, timesteps, SNR_GAMMA)
     return weighted.view(chunk.stop - chunk.start, -1).mean(1)
 
 

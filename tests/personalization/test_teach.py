@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks.personalization.base import Base, Taught
 from benchmarks.personalization.methods import METHODS
 from benchmarks.personalization.methods.method import Adapters
+from benchmarks.personalization.priors import Extra, half_masks
 from benchmarks.personalization.runs import Run
 from benchmarks.personalization.teach import step_seconds, teach
 from tiny_engram.quantization import fake_quantize
@@ -160,12 +161,19 @@ def test_mismatches_are_refused(base, taught, inversions, run):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["inversion-t", "lora-both-r8", "after-v-engram", "ours", "ours-trainable-basis"])
-def test_a_step_on_a_gpu_waits_for_nothing_and_equals_the_cpu(base, subjects, taught, run, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("inversion-t", {}), ("lora-both-r8", {}), ("after-v-engram", {}), ("ours", {}), ("ours", {"prior": 4}), ("ours-trainable-basis", {})],
+)
+def test_a_step_on_a_gpu_waits_for_nothing_and_equals_the_cpu(base, subjects, taught, run, name, options):
     there = Base.load("cuda")
     there.subjects = subjects
-    runs = [run(name, "disc"), run(name, "spot", seed=1)]
-    moved = [dataclasses.replace(data, means=data.means.cuda(), stds=data.stds.cuda()) for data in (taught["disc"], taught["spot"])]
+    runs = [run(name, "disc", **options), run(name, "spot", seed=1, **options)]
+    dots = taught["dot"]
+    beside = Extra(dots.means[:2], dots.stds[:2], dots.captions[:2], half_masks(*dots.means.shape[-2:]))
+    shown = [dataclasses.replace(taught[name], extras={"prior": beside}) for name in ("disc", "spot")]
+    beside = Extra(beside.means.cuda(), beside.stds.cuda(), beside.captions, half_masks(*dots.means.shape[-2:]).cuda())
+    moved = [dataclasses.replace(d, means=d.means.cuda(), stds=d.stds.cuda(), extras={"prior": beside}) for d in shown]
 
     def on_step(done: int) -> None:
         # the first step may allocate; what follows must not synchronise, or it raises
@@ -175,5 +183,5 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_equals_the_cpu(base, subjects, ta
         losses = teach(there, METHODS[name](there, runs), moved, steps=4, batch_size=2, on_step=on_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    wanted = teach(base, METHODS[name](base, runs), [taught["disc"], taught["spot"]], steps=4, batch_size=2)
+    wanted = teach(base, METHODS[name](base, runs), shown, steps=4, batch_size=2)
     torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=1e-4)

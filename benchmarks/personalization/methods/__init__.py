@@ -3,12 +3,12 @@
 from benchmarks.personalization.methods.controls import TRAINED
 from benchmarks.personalization.methods.full import Full
 from benchmarks.personalization.methods.inversion import InversionOne, InversionTrigger
-from benchmarks.personalization.methods.lora import LoraBoth8, LoraText4, LoraText8, LoraUnet4, LoraUnet8
+from benchmarks.personalization.methods.lora import LoraBoth8, LoraCross8, LoraText4, LoraText8, LoraUnet4, LoraUnet8
 from benchmarks.personalization.methods.method import Adapters, Rows
 from benchmarks.personalization.methods.ours import Ours
 from benchmarks.personalization.methods.published import AfterTinyEngram, AfterVEngram
 
-__all__ = ["LABELS", "METHODS", "RATES", "Adapters", "Rows"]
+__all__ = ["EXTRA", "LABELS", "METHODS", "RATES", "Adapters", "Rows", "method_of"]
 
 METHODS: dict[str, type[Adapters]] = {
     "inversion-1": InversionOne,
@@ -24,6 +24,8 @@ METHODS: dict[str, type[Adapters]] = {
     "ours": Ours,
     **TRAINED,
 }
+# Asked for by name alone, as a lever: they answer a question about the others.
+EXTRA: dict[str, type[Adapters]] = {"lora-cross-r8": LoraCross8}
 # Published default learning rates; the sweep takes 0.1, 0.32, 1, 3.2 and 10 times each.
 RATES: dict[str, float] = {
     "inversion-1": 5e-4,
@@ -33,6 +35,7 @@ RATES: dict[str, float] = {
     "lora-text-r4": 1e-4,
     "lora-text-r8": 1e-4,
     "lora-both-r8": 1e-4,
+    "lora-cross-r8": 1e-4,
     "full": 5e-6,
     "after-tiny-engram": 1e-3,
     "after-v-engram": 5e-4,
@@ -47,6 +50,7 @@ LABELS: dict[str, str] = {
     "lora-text-r4": "LoRA r4, text encoder",
     "lora-text-r8": "LoRA r8, text encoder",
     "lora-both-r8": "LoRA r8, denoiser and text encoder",
+    "lora-cross-r8": "LoRA r8, keys and values of the cross-attentions",
     "full": "Full fine-tuning of the denoiser",
     "after-tiny-engram": "After Tiny-Engram",
     "after-v-engram": "After V-Engram",
@@ -61,3 +65,8 @@ LABELS: dict[str, str] = {
     "ours-random": "Ours, random rows of equal norm",
     "ours-off": "Ours, table off",
 }
+
+
+def method_of(name: str) -> type[Adapters]:
+    """The method of that name, of `METHODS` or `EXTRA`; KeyError for another."""
+    return METHODS[name] if name in METHODS else EXTRA[name]

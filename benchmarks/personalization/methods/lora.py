@@ -7,10 +7,10 @@ to_out.0 of every attention of the UNet, and on q_proj, k_proj, v_proj and out_p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from benchmarks.personalization.runs import Run
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
 
-__all__ = ["TARGETS", "Lora", "LoraBoth8", "LoraText4", "LoraText8", "LoraUnet4", "LoraUnet8"]
+__all__ = ["TARGETS", "Lora", "LoraBoth8", "LoraCross8", "LoraText4", "LoraText8", "LoraUnet4", "LoraUnet8"]
 
 # Part of the pipeline -> how the names of its adapted Linear modules end.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -53,6 +53,7 @@ class Lora(Adapters):
 
     rank: int
     parts: tuple[str, ...]
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = TARGETS
     weight_decay = 1e-2
 
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
@@ -61,7 +62,7 @@ class Lora(Adapters):
             _Target(part, name, module.in_features, module.out_features)
             for part in self.parts
             for name, module in getattr(base, part).named_modules()
-            if name.endswith(TARGETS[part]) and isinstance(module, nn.Linear)
+            if name.endswith(self.adapted[part]) and isinstance(module, nn.Linear)
         )
         self.factors = nn.Parameter(torch.stack([self._start(run.seed) for run in self.runs]).to(base.device))
 
@@ -153,3 +154,10 @@ class LoraText8(Lora):
 
 class LoraBoth8(Lora):
     rank, parts = 8, ("unet", "text_encoder")
+
+
+class LoraCross8(Lora):
+    """What the projections of the text states alone can hold: keys and values of the cross-attentions."""
+
+    rank, parts = 8, ("unet",)
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"unet": ("attn2.to_k", "attn2.to_v")}

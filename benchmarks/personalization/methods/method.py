@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.personalization.runs import Run
+from benchmarks.personalization.runs import Run, Shares
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
@@ -84,6 +84,7 @@ class Adapters(nn.Module):
         weight_decay: AdamW's. ema_decay: of the values that are drawn and saved; 0 takes the last ones.
         schedule: "constant" or "cosine", over the whole training. warmup: steps in which the rate rises to its full height.
         betas: AdamW's.
+        shares: samples of a batch that are not the taught pictures.
     """
 
     vectors: int | None = None
@@ -98,6 +99,7 @@ class Adapters(nn.Module):
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__()
         self.runs = tuple(runs)
+        self.shares = Shares.of_stack(runs)
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
         """What the denoiser is given, `[batch, 77, width]`; the encoder's untouched states unless a method says otherwise."""

@@ -21,7 +21,7 @@ from benchmarks.personalization.methods.class_fit import fit_class
 from benchmarks.personalization.methods.method import Adapters, Rows
 from benchmarks.personalization.methods.ours_options import Options
 from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, gathered, hooked, moved
-from benchmarks.personalization.runs import Run
+from benchmarks.personalization.runs import Run, Shares
 from tiny_engram.concept import Concept
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.quantization import fake_quantize, quantize
@@ -54,6 +54,7 @@ class Ours(Adapters):
         each = Options.of_stack(runs, self.preset)
         self.options = options = each[0]
         self.ema_decay, self.schedule, self.warmup, self.betas = options.ema, options.schedule, options.warmup, (0.9, options.beta2)
+        self.shares = Shares(prior=options.prior, collage=options.collage)
         self.strength = 1.0
         self.positions = [len(base.word_ids(base.subject(run.subject).trigger)) for run in runs]
         self.width = base.width

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from benchmarks.personalization.runs import Run
+from benchmarks.personalization.runs import Run, Shares
 
 __all__ = ["Options"]
 
@@ -49,6 +49,7 @@ class Options:
         norm: "bounded" by max(1, |v|), or "plain".
         quantise: rows pass through the e4m3 and e8m0 form that a file holds.
         ema, schedule, warmup, beta2: of the training.
+        prior, collage: samples of 8 that are not the taught pictures, see `runs.Shares`.
     """
 
     mounts: str = "key+value"
@@ -72,6 +73,8 @@ class Options:
     schedule: str = "constant"
     warmup: int = 0
     beta2: float = 0.99
+    prior: int = 0
+    collage: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -93,6 +96,7 @@ class Options:
         for name in ("ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a share from 0 to below 1")
+        Shares(prior=self.prior, collage=self.collage)
 
     @classmethod
     def of(cls, run: Run, preset: Mapping[str, Any]) -> Options:
