@@ -179,6 +179,9 @@ def test_copies_and_replaced_denoisers_are_told(tiny, loaded):
     old, pipe.unet = pipe.unet, UNet2DConditionModel.from_config(pipe.unet.config)
     with pytest.raises(MountError, match="unet of the pipeline was replaced after attach, so the context mounts"):
         tiny.picture(pipe, PROMPT)
+    with pytest.raises(MountError, match="unet of the pipeline was replaced after attach.*; put it back, or detach, attach"):
+        adapter.load_concept(tiny.concept(adapter, "kelo vin", config=SIDES))
+    assert len(adapter.get_list_concepts()) == 1
     pipe.unet = old
     assert torch.equal(ours, tiny.picture(pipe, PROMPT))
 

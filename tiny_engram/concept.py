@@ -241,7 +241,9 @@ class Concept:
             for mount, rho in about["rho"].items():
                 parts: dict[str, torch.Tensor] = {}
                 for what, (dtype, shape) in shapes.items():
-                    tensor = left.pop(f"{role}.{mount}.{what}")
+                    tensor = left.pop(f"{role}.{mount}.{what}", None)
+                    if tensor is None:
+                        raise TinyEngramError(f"tensor {role}.{mount}.{what} is missing")
                     if tensor.dtype != dtype or list(tensor.shape) != shape:
                         raise TinyEngramError(f"{role}.{mount}.{what} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}")
                     if tensor.dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):

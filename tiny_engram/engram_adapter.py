@@ -143,7 +143,7 @@ class EngramAdapter:
         if denoiser is not None and _plain(denoiser) is not self._denoiser():
             raise MountError(
                 f"{self.family.denoiser} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
-                "put it back, or attach to the new pipeline and load the concepts there"
+                "put it back, or detach, attach to the pipeline again and load the concepts there"
             )
 
     def _watched(self) -> list[str]:
@@ -178,13 +178,11 @@ class EngramAdapter:
         strength = checked_strength(strength)
         name = self._free_name(name or concept.name, rename)
         compiled = fit_concept(name, concept, self.mounts, trigger)
+        if any(set(place.mounts) != {SPAN} for place in concept.roles.values()):
+            self._check_denoiser()
         if concept.base and self.base and concept.base != self.base:
-            logger.warning(
-                "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ",
-                name,
-                concept.base,
-                self.base,
-            )
+            text = "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ"
+            logger.warning(text, name, concept.base, self.base)
         added: list[str] = []
         try:
             for role, mount in self.mounts.items():

@@ -37,6 +37,7 @@ def make(**changes) -> TrainConfig:
         ("ema_decay", 1.0),
         ("rho", 0.0),
         ("context_rho", -1.0),
+        ("context_rho", 0.5),
         ("mounts", ()),
         ("mounts", ("span", 1)),
         ("rho", math.nan),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiny_engram.config import SPAN
 from tiny_engram.errors import ConfigError
 
 __all__ = ["TrainConfig"]
@@ -101,6 +102,7 @@ class TrainConfig:
             value = getattr(self, field)
             check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
+        check(self.context_rho is None or set(self.mounts) != {SPAN}, "context_rho", "None where mounts are 'span' alone")
         for field in ("caption_template", "validation_prompts"):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:
