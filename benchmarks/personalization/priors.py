@@ -103,9 +103,9 @@ class Priors:
         self._things: dict[tuple[str, str], list[tuple[str, np.ndarray]]] = {}
         self._collages: dict[str, Extra] = {}
 
-    def _draw(self, texts: Sequence[str], first_seed: int) -> np.ndarray:
+    def _draw(self, texts: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
         rows = self.base.rows(texts, [()] * len(texts), torch.full((len(texts), 1), -1))
-        return draw(self.base, None, rows, range(first_seed, first_seed + len(texts)), steps=self.steps, guidance=self.guidance)
+        return draw(self.base, None, rows, [FIRST_SEED + seed for seed in seeds], steps=self.steps, guidance=self.guidance)
 
     @cached_property
     def prior(self) -> Extra:
@@ -116,7 +116,7 @@ class Priors:
             [kinds[i % len(kinds)] for i in rng.permutation(count)] for kinds in (STYLES, tuple(COLOURS), PAIR)
         )
         said = list(zip(templates, styles, colours, strict=True))
-        drawn = self._draw([fill(*how, pair) for how, pair in zip(said, names, strict=True)], FIRST_SEED)
+        drawn = self._draw([fill(*how, pair) for how, pair in zip(said, names, strict=True)], range(count))
         means, stds = self.base.latents(drawn)
         captions = [[fill(*how, ("{0}", right))] for how, (_, right) in zip(said, names, strict=True)]
         captions += [[fill(*how, (left, "{0}"))] for how, (left, _) in zip(said, names, strict=True)]
@@ -127,15 +127,16 @@ class Priors:
     def _things_on(self, wanted: Iterable[tuple[str, str]]) -> None:
         """Draw single things for these (style, colour), as far as that is not done, all at once."""
         each, new = self.count // len(COLOURS), [key for key in dict.fromkeys(wanted) if key not in self._things]
-        texts, names = [], []
+        texts, names, seeds = [], [], []
         for style, colour in new:
             turn = STYLES.index(style) * len(COLOURS) + list(COLOURS).index(colour)
-            # names of its own for each, however many others are drawn
+            # names and noise of its own for each, whatever else is drawn and when
             names += np.random.default_rng([1, turn]).permutation(allowed_names())[:each].tolist()
             texts += [fill(ALONE[(turn + i) % len(ALONE)], style, colour, (name,)) for i, name in enumerate(names[-each:])]
+            seeds += range(1_000_000 + 1_000 * turn, 1_000_000 + 1_000 * turn + each)
         if not texts:
             return
-        drawn = self._draw(texts, FIRST_SEED + 1_000_000)
+        drawn = self._draw(texts, seeds)
         for i, key in enumerate(new):
             part = slice(i * each, (i + 1) * each)
             self._things[key] = list(zip(names[part], drawn[part], strict=True))

@@ -10,7 +10,7 @@ from benchmarks.personalization import plan
 from benchmarks.personalization.methods import EXTRA, METHODS, RATES
 from benchmarks.personalization.pieces import Bench
 from benchmarks.personalization.plan import FULL, PlanError
-from benchmarks.personalization.priors import Extra, allowed_names, collage, half_masks
+from benchmarks.personalization.priors import Extra, Priors, allowed_names, collage, half_masks
 from benchmarks.personalization.prompts import COMPANIONS
 from benchmarks.personalization.runs import Run, Shares
 from benchmarks.personalization.subjects import load_subjects, taught_pictures
@@ -83,6 +83,17 @@ def test_collages_put_a_taught_picture_beside_a_thing(given):
     for i, (caption,) in enumerate(extra.captions):
         assert caption.count("{0}") == 1 and "3d" in caption and colours[i // 2] in caption
     assert extra.means.flatten(1).std(0).mean() > 0.1
+
+
+def test_a_collage_does_not_depend_on_what_else_was_drawn(bench, given):
+    octopus, duck = (bench.subjects[name] for name in ("octopus", "duck"))
+    later = Priors(bench.base, count=COUNT, steps=1, guidance=FULL.guidance)
+    later.collages([duck])
+    mine, wanted = later.collages([duck, octopus])["octopus"], given[1].extras["collage"]
+    assert mine.captions == wanted.captions
+    # batches of other sizes round otherwise
+    torch.testing.assert_close(mine.means, wanted.means, rtol=0, atol=0.05)
+    assert (mine.means - later.collages([duck])["duck"].means).abs().mean() > 0.1
 
 
 def test_a_collage_has_two_halves_and_no_edges():
