@@ -166,6 +166,16 @@ def test_context_rows_change_the_trigger_alone_and_deep_ones_what_follows(base, 
     assert moved[:start].max() < 1e-5 < 1e-2 < moved[start:].min()
 
 
+@torch.no_grad()
+def test_deep_rows_may_stay_where_the_trigger_stands(base, make):
+    rows = prompts(base, make().runs, TEXTS[:1])
+    _, _, start, length = rows.spans[0]
+    deep, local = (make(mounts="input", deep_local=keep).states(base, rows) for keep in (False, True))
+    assert torch.equal(local[:, start : start + length], deep[:, start : start + length])
+    same = (local == rows.states).all(-1)[0]
+    assert same[:start].all() and same[start + length :].all() and not same[start : start + length].any()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"mounts": ALL}, {"bands": 2, "share": "width", "gate_shared": True, "columns": 3}, {"norm": "plain", "quantise": False}],

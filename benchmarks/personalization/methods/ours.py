@@ -171,7 +171,10 @@ class Ours(Adapters):
         places = self.places(rows)
         if self.options.deep:
             new = encoder_with(base.text_encoder, rows.ids[places.rows], self.deep_changes(places, self.options.deep))
-            states = states.index_put((places.rows,), new.to(states.dtype))
+            if self.options.deep_local:
+                states = states.index_put((places.batch, places.time), new[places.within, places.time].to(states.dtype))
+            else:
+                states = states.index_put((places.rows,), new.to(states.dtype))
         if "span" in self.options.kinds:
             new = self._moved(states[places.batch, places.time], places, ("span",))[0]
             states = states.index_put((places.batch, places.time), new)

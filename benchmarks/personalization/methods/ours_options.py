@@ -16,6 +16,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "share": ("none", "stage", "width", "all"),
     "init": ("zero", "class", "class-last"),
     "key_lock": (False, True),
+    "deep_local": (False, True),
     "gate": ("learned", "start", "fixed", "removed"),
     "gate_shared": (False, True),
     "norm": ("bounded", "plain"),
@@ -43,6 +44,8 @@ class Options:
         init: "zero"; "class", rows that move the trigger's states to the class word's; "class-last", so at the trigger's last
             token only.
         key_lock: key rows stay with the class word's states, and are not trained.
+        deep_local: of an encoder with rows inside it, the states at the trigger alone are taken, all others stay the base's: the
+            trigger is read in its sentence, and the sentence does not read the trigger.
         gate: "learned"; "start" keeps the values it starts with (gain 1, bias 0), "fixed" is one half everywhere, "removed" one.
         gate_shared: one gate for all mounts of a position.
         gate_rate, deep_rate: factors of the learning rate, for gates and for rows inside the encoder.
@@ -63,6 +66,7 @@ class Options:
     columns: int | None = None
     init: str = "zero"
     key_lock: bool = False
+    deep_local: bool = False
     gate: str = "learned"
     gate_shared: bool = False
     gate_rate: float = 1.0
