@@ -1,9 +1,10 @@
 """The mounts of one encoder role on a pipeline: what the family says of it, put together. May import all that the adapter may."""
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from tiny_engram.boundaries import EdgeTables
+from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
 from tiny_engram.config import SPAN
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.mounts import SpanMount
@@ -11,7 +12,28 @@ from tiny_engram.store import ConceptStore
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import without_added_tokens
 
-__all__ = ["mounts_at"]
+__all__ = ["mounts_at", "vocabulary_of"]
+
+# Vocabularies that are kept: a pipeline has up to three tokenizers, and an app changes between a few pipelines.
+KEPT = 8
+_kept: dict[bytes, tuple[EdgeTables, CompressedTokenizer]] = {}
+
+
+def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
+    """The tables of a fast tokenizer's vocabulary, made once for all tokenizers of the same content: half a second for CLIP's.
+
+    Nobody writes to them. Tokens added to the tokenizer later are another content.
+    """
+    about = f"{sorted(special_ids(tokenizer))} {tokenizer.pad_token_id} {backend_of(tokenizer).to_str()}"
+    key = hashlib.sha256(about.encode()).digest()
+    found = _kept.pop(key, None)
+    if found is None:
+        compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=tokenizer.pad_token_id)
+        found = EdgeTables.of(tokenizer), compressed
+    _kept[key] = found  # last: the one that was not asked for longest goes first
+    for old in list(_kept)[:-KEPT]:
+        _kept.pop(old, None)
+    return found
 
 
 def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any], owner: Any) -> tuple[SpanMount, ContextMounts]:
@@ -23,12 +45,12 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
         owner: who the hooks belong to.
     """
     encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
-    compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=tokenizer.pad_token_id)
+    edges, compressed = vocabulary_of(tokenizer)
     width = encoder.config.hidden_size
     places = family.contexts(getattr(pipe, family.denoiser), spec.role)
     if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
         places = {}  # the denoiser projects the states before its attentions read them
-    store = ConceptStore(EdgeTables.of(tokenizer), compressed, width=width, mounts=(SPAN, *places))
+    store = ConceptStore(edges, compressed, width=width, mounts=(SPAN, *places))
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
     mount = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm)
     return mount, ContextMounts(places, mount, denoiser=denoiser, owner=owner)
