@@ -27,6 +27,8 @@ def small(*words: str, pad: str = "<p>") -> PreTrainedTokenizerFast:
 def test_equal_tokenizers_share_their_tables(kept):
     one, other = small("cat", "Cat"), small("cat", "Cat")
     assert vocabulary_of(one) is vocabulary_of(other) and len(kept) == 1
+    one(["cat", "cat cat"], padding="max_length", max_length=7, truncation=True)
+    assert one.backend_tokenizer.to_str() != other.backend_tokenizer.to_str() and vocabulary_of(one) is vocabulary_of(other)
     edges, compressed = vocabulary_of(one)
     assert compressed.canonical.tolist() == [0, 1, 2, 2] and compressed.pad_id == 0
     for field in EdgeTables.__dataclass_fields__:

@@ -24,11 +24,14 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
 
     Nobody writes to them. Tokens added to the tokenizer later are another content.
     """
-    about = f"{sorted(special_ids(tokenizer))} {tokenizer.pad_token_id} {backend_of(tokenizer).to_str()}"
+    backend, pad = backend_of(tokenizer), tokenizer.pad_token_id
+    # Before its tokens it says how the last call truncated and padded, which changes from call to call and says nothing of them.
+    content = backend.to_str().split('"added_tokens"', 1)[-1]
+    about = f"{sorted(special_ids(tokenizer))} {backend.padding if pad is None else pad} {content}"
     key = hashlib.sha256(about.encode()).digest()
     found = _kept.pop(key, None)
     if found is None:
-        compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=tokenizer.pad_token_id)
+        compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=pad)
         found = EdgeTables.of(tokenizer), compressed
     _kept[key] = found  # last: the one that was not asked for longest goes first
     for old in list(_kept)[:-KEPT]:
