@@ -200,7 +200,7 @@ class Base:
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
             raise ValueError(f"pictures of {images.dtype} {list(images.shape)}, expected uint8 [n, height, width, 3]")
         means, deviations = [], []
-        for chunk in torch.from_numpy(images).split(_CHUNK):
+        for chunk in torch.from_numpy(images).split(1):  # one at a time, as training caches them: the same bits
             pixels = chunk.to(self.device).permute(0, 3, 1, 2).float() / 255 * 2 - 1
             found = self.vae.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist
             means.append(found.mean)
