@@ -18,7 +18,7 @@ from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.store import ConceptStore, Fired, Plan
 
-__all__ = ["CallHook", "MountError", "SpanMount", "remove_strays"]
+__all__ = ["CallHook", "HookSet", "MountError", "SpanMount", "remove_strays"]
 
 
 class MountError(TinyEngramError):
@@ -126,7 +126,28 @@ class _Call(threading.local):
         self.plan: tuple[Fired, ...] = ()
 
 
-class SpanMount:
+class HookSet:
+    """What owns `hooks` that come and go together."""
+
+    hooks: list[CallHook]
+
+    @property
+    def attached(self) -> bool:
+        """Are all hooks still registered?"""
+        return all(hook.attached for hook in self.hooks)
+
+    def attach(self) -> None:
+        """Register the hooks that are not."""
+        for hook in self.hooks:
+            hook.attach()
+
+    def detach(self) -> None:
+        """Remove them; the modules are as they were."""
+        for hook in self.hooks:
+            hook.detach()
+
+
+class SpanMount(HookSet):
     """Adds the residual of every fired span to an encoder's last hidden state.
 
     Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
@@ -170,21 +191,6 @@ class SpanMount:
         if module is None:
             raise MountError(f"the encoder of role {self.role!r} is gone; attach to the pipeline again")
         return module
-
-    @property
-    def attached(self) -> bool:
-        """Are all hooks still registered?"""
-        return all(hook.attached for hook in self.hooks)
-
-    def attach(self) -> None:
-        """Register the hooks that are not."""
-        for hook in self.hooks:
-            hook.attach()
-
-    def detach(self) -> None:
-        """Remove the hooks; the encoder is as it was."""
-        for hook in self.hooks:
-            hook.detach()
 
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 

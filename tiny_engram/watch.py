@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from tiny_engram.contexts import ContextMounts
-from tiny_engram.mounts import CallHook, MountError, SpanMount
+from tiny_engram.mounts import CallHook, HookSet, MountError, SpanMount
 
 __all__ = ["DenoiserWatch"]
 
 
-class DenoiserWatch:
+class DenoiserWatch(HookSet):
     """Hooks around the denoiser. Other features (textual inversion, PEFT, offload cycles) may drop hooks from an encoder, replace it, or
     bypass it with embeddings made elsewhere; each would silently draw without the concepts. So would attention that passes the context
     mounts by.
@@ -47,16 +47,6 @@ class DenoiserWatch:
         self._calls = {role: mount.calls for role, mount in self._mounts.items()}
         self._names = None
         self._warned = False
-
-    def attach(self) -> None:
-        """Register the hooks."""
-        for hook in self.hooks:
-            hook.attach()
-
-    def detach(self) -> None:
-        """Remove them."""
-        for hook in self.hooks:
-            hook.detach()
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()

@@ -8,7 +8,6 @@ the steps that need them; a step waits for nothing, and losses stay on the devic
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from benchmarks.personalization.methods.method import Adapters, Rows, to_device
 from benchmarks.personalization.optim import StackedAdamW
 from tiny_engram.training import objective
 
-__all__ = ["SNR_GAMMA", "step_seconds", "teach"]
+__all__ = ["SNR_GAMMA", "teach"]
 
 SNR_GAMMA = 5.0
 MAX_NORM = 1.0
@@ -234,29 +233,3 @@ def _losses(
         error = error * plan.masks[pictures]
     weighted = error.mean((1, 2, 3)) * objective.loss_weights(plan.schedule, timesteps, SNR_GAMMA)
     return weighted.view(chunk.stop - chunk.start, -1).mean(1)
-
-
-def step_seconds(
-    base: Base, adapters: Adapters, taught: Sequence[Taught], *, steps: int = 30, warm: int = 5, **options
-) -> float:
-    """Mean seconds of a training step of all runs of `adapters`, after `warm` steps; `options` are `teach`'s. Trains them."""
-    if not steps > 0 <= warm:
-        raise ValueError(f"{steps} steps after {warm} warm ones, expected at least 1 and 0")
-    began = 0.0
-
-    def on_step(done: int) -> None:
-        nonlocal began
-        if done == warm:
-            _wait(base.device)
-            began = time.perf_counter()
-
-    if not warm:
-        on_step(0)
-    teach(base, adapters, taught, steps=warm + steps, on_step=on_step, **options)
-    _wait(base.device)
-    return (time.perf_counter() - began) / steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

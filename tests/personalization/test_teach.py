@@ -13,7 +13,7 @@ from benchmarks.personalization.methods import METHODS
 from benchmarks.personalization.methods.method import Adapters
 from benchmarks.personalization.priors import Extra, half_masks
 from benchmarks.personalization.runs import Run
-from benchmarks.personalization.teach import step_seconds, teach
+from benchmarks.personalization.teach import teach
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_spans
 from tiny_engram.training import TrainConfig, train
@@ -142,13 +142,6 @@ def test_low_precision_stays_near(base, taught, inversions):
     rough = teach(base, inversions(0), [taught["disc"]], steps=1, batch_size=2, autocast=torch.bfloat16)
     assert not torch.equal(exact, rough)
     torch.testing.assert_close(exact, rough, rtol=5e-2, atol=0)
-
-
-def test_step_time_is_that_of_the_steps_after_the_warm_ones(base, taught, inversions):
-    seconds = step_seconds(base, inversions(0), [taught["disc"]], steps=2, warm=1, batch_size=1)
-    assert 0 < seconds < 20
-    with pytest.raises(ValueError, match="0 steps"):
-        step_seconds(base, inversions(0), [taught["disc"]], steps=0)
 
 
 def test_mismatches_are_refused(base, taught, inversions, run):

@@ -25,8 +25,8 @@ from benchmarks.personalization.runs import Run, Shares
 from tiny_engram.concept import Concept
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.quantization import fake_quantize, quantize
-from tiny_engram.tokenizer import CompressedTokenizer
-from tiny_engram.triggers import compile_trigger, without_added_tokens
+from tiny_engram.role_mounts import vocabulary_of
+from tiny_engram.triggers import compile_trigger
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
@@ -254,7 +254,7 @@ class Ours(Adapters):
     def concept(self, base: Base, run: int) -> Concept:
         """One run as the product's concept, for `pipe.load_concept`; shared rows and gates are written out at each of their mounts."""
         subject, mounts = base.subject(self.runs[run].subject), self.mounts()
-        compressed = CompressedTokenizer(without_added_tokens(base.tokenizer), pad_id=base.tokenizer.pad_token_id)
+        _, compressed = vocabulary_of(base.tokenizer)
         compiled = compile_trigger(subject.trigger, base.tokenizer, (), compressed=compressed)
         if compiled.positions != self.positions[run]:
             raise ValueError(f"trigger {subject.trigger!r} has {compiled.positions} positions, expected {self.positions[run]}")
