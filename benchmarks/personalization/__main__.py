@@ -2,7 +2,7 @@
 
     python -m benchmarks.personalization STAGE [--minutes 9] [--device cuda] [--out build/personalization]
 
-Stages: base (what base and judges can do at all), sweep (every method at five learning rates), methods (every method at its
+Stages: base (what base and judges can do at all), sweep (every method at six learning rates), methods (every method at its
 best), levers (variants of ours, --levers FILE), final (the table), costs, all (these in turn); merge (only --unpack,
 adding up and --pack), report (tables, plots and sheets). See benchmarks/personalization/README.md.
 """
@@ -122,7 +122,10 @@ def summed_up(results: dict[str, Any], pieces: Sequence[PieceFile], bench: Bench
     splits = {"development": list(bench.names.development), "final": list(bench.names.final), "known": list(bench.names.known)}
     done = sorted(results["pieces"].values(), key=lambda piece: (piece["stage"] == "final", piece["finished"]))
     results["settings"] = (done[-1]["settings"] if done else {}) | {"rule": plan.RULE, "subjects": splits}
-    return results | {"rates": results.get("rates", {}) | rates, "best_lora": plan.best_lora(rates) or results.get("best_lora")}
+    # a method that is being swept anew has no rate until that is done
+    begun = {record["method"] for record in swept}
+    earlier = {method: found for method, found in results.get("rates", {}).items() if method not in begun}
+    return results | {"rates": earlier | rates, "best_lora": plan.best_lora(rates) or results.get("best_lora")}
 
 
 class Clock:

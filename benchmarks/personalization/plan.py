@@ -45,7 +45,9 @@ VERSION = 1
 METHOD_VERSIONS: dict[str, int] = {}
 
 STAGES = ("base", "sweep", "methods", "levers", "final", "costs")
-RATE_FACTORS = (0.1, 0.32, 1.0, 3.2, 10.0)
+RATE_FACTORS = (0.1, 0.32, 1.0, 3.2, 10.0, 32.0)
+# Rates of one piece of the sweep.
+RATES_TOGETHER = 5
 OURS = "ours"
 # In the final table beside ours and the best LoRA on the development subjects.
 FINAL = ("inversion-t", "lora-unet-r8", "after-tiny-engram", "after-v-engram")
@@ -220,13 +222,15 @@ def _pieces(stage: str, runs: Sequence[Run], names: Sequence[str], subjects: Sub
 
 
 def sweep(subjects: Subjects, settings: Settings, *, only: Sequence[str] = (), teach: Sequence[str] = ()) -> list[Piece]:
-    """Every method at five learning rates on the development subjects, one seed, drawn at the main step."""
+    """Every method at six learning rates on the development subjects, one seed, drawn at the main step."""
     names = _check("sweep", teach or subjects.development, subjects)
     pieces = []
     for method in [_known(m) for m in only or METHODS if not is_control(m)]:
         rates = [float(f"{factor * RATES[method]:.6g}") for factor in RATE_FACTORS]
-        runs = [Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for rate in rates for name in names]
-        pieces += _pieces("sweep", runs, names, subjects, settings, draw_at=(settings.main,), keep=False)
+        for first in range(0, len(rates), RATES_TOGETHER):
+            part = rates[first : first + RATES_TOGETHER]
+            runs = [Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for rate in part for name in names]
+            pieces += _pieces("sweep", runs, names, subjects, settings, draw_at=(settings.main,), keep=False)
     return pieces
 
 

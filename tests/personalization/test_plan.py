@@ -37,10 +37,10 @@ def test_sweep_tries_every_method_alike(names):
     assert {p.method for p in pieces} == {m for m in METHODS if not plan.is_control(m)}
     for method in {p.method for p in pieces}:
         runs = [run for p in pieces if p.method == method for run in p.runs]
-        assert len(runs) == len(set(runs)) == 25
+        assert len(runs) == len(set(runs)) == 5 * len(plan.RATE_FACTORS)
         assert {run.subject for run in runs} == set(names.development) and {run.seed for run in runs} == {0}
         factors = sorted({round(run.learning_rate / RATES[method], 4) for run in runs})
-        assert factors == [0.1, 0.32, 1, 3.2, 10]
+        assert factors == [0.1, 0.32, 1, 3.2, 10, 32]
     assert all(len(p.runs) == 1 and not p.pairs for p in pieces if not METHODS[p.method].stackable)
 
 
@@ -162,12 +162,12 @@ def test_selection_is_half_fidelity_and_half_prompt():
 
 
 def test_the_best_rate_of_whole_sweeps():
-    rates = (0.1, 0.32, 1.0, 3.2, 10.0)
+    rates = plan.RATE_FACTORS
     swept = [record("m", s, r, 0.5 + (0.1 if r == 3.2 else 0), 0.5) for s in "ab" for r in rates]
     swept += [record("lora-unet-r4", s, r, 0.5 + r / 100, 0.5) for s in "ab" for r in rates]
     found = plan.choose(swept, ("a", "b"))
-    assert found["m"]["rate"] == 3.2 and not found["m"]["at_edge"] and len(found["m"]["scores"]) == 5
-    assert found["lora-unet-r4"]["rate"] == 10.0 and found["lora-unet-r4"]["at_edge"]
+    assert found["m"]["rate"] == 3.2 and not found["m"]["at_edge"] and len(found["m"]["scores"]) == len(rates)
+    assert found["lora-unet-r4"]["rate"] == 32.0 and found["lora-unet-r4"]["at_edge"]
     missing = [r for r in swept if (r["method"], r["subject"], r["learning_rate"]) != ("m", "b", 1.0)]
     assert set(plan.choose(missing, ("a", "b"))) == {"lora-unet-r4"}
 

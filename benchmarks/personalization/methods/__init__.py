@@ -26,7 +26,7 @@ METHODS: dict[str, type[Adapters]] = {
 }
 # Asked for by name alone, as a lever: they answer a question about the others.
 EXTRA: dict[str, type[Adapters]] = {"lora-cross-r8": LoraCross8}
-# Published default learning rates; the sweep takes 0.1, 0.32, 1, 3.2 and 10 times each.
+# Published default learning rates; the sweep takes 0.1, 0.32, 1, 3.2, 10 and 32 times each.
 RATES: dict[str, float] = {
     "inversion-1": 5e-4,
     "inversion-t": 5e-4,
