@@ -60,6 +60,8 @@ def fit_class(ours: Ours, base: Base) -> None:
     for kind in options.kinds:
         if options.init == "zero" and not (kind == "key" and options.key_lock):
             continue
+        if options.init == "anchor" and kind in options.context and not (kind == "key" and options.key_lock):
+            continue
         if kind in options.deep:
             before = ours.deep_changes(places, options.deep[: options.deep.index(kind)])
             here, there = (_inside(base, rows.ids, kind, changes) for rows, changes in ((triggers, before), (classes, {})))

@@ -51,6 +51,7 @@ class GatesOnly(Ours):
         for kind in list(self.rows):
             self.register_buffer(f"rows_{kind}", self.rows[kind].detach())
             del self.rows[kind]
+        self.maps.requires_grad_(False)
         self.rate_factors = {name: self.options.gate_rate for name, _ in self.named_parameters()}
 
     def _start(self, base: Base) -> None:
@@ -107,11 +108,13 @@ TRAINED: dict[str, type[Ours]] = {
 
 @torch.no_grad()
 def _with_rows(trained: Ours, change: Callable[[torch.Tensor], torch.Tensor]) -> Ours:
-    """A copy whose rows of each mount kind, `[runs, sets, positions, kept, 32]`, were changed."""
+    """A copy whose rows of each mount kind, `[runs, sets, positions, kept, 32]`, were changed, and so were the factors of its maps."""
     copied = copy.deepcopy(trained)
     for kind in copied.options.kinds:
         rows = copied.held("rows", kind)
         rows.copy_(change(rows))
+    for factors in copied.maps.factors.values():
+        factors.copy_(change(factors[:, None].unflatten(-1, (-1, CONFIG.head_dim))).view_as(factors))
     return copied
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.personalization.methods.class_fit import fit_class
+from benchmarks.personalization.methods.maps import Maps, ranks_of
 from benchmarks.personalization.methods.method import Adapters, Rows
 from benchmarks.personalization.methods.ours_options import Options
 from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, gathered, hooked, moved
@@ -80,10 +81,10 @@ class Ours(Adapters):
             shape = (count, 1 if options.gate_shared else self.sets(kind), most)
             for name, value in zip(("gain", "bias"), GATES[options.gate], strict=True):
                 self._hold(name, kind, torch.full(shape, value, device=base.device), frozen=options.gate != "learned")
-        self.rate_factors = {
-            name: options.deep_rate if name.removeprefix("rows.") in options.deep else 1.0 if name[:5] == "rows." else options.gate_rate
-            for name, _ in self.named_parameters()
-        }
+        self.maps = Maps(base, count, ranks_of(options.maps), quantised=options.quantise)
+        own = {f"rows.{kind}": options.deep_rate if kind in options.deep else 1.0 for kind in options.kinds}
+        parts = {"maps": options.map_rate, "gain": options.gate_rate, "bias": options.gate_rate}
+        self.rate_factors = {name: own[name] if name in own else parts[name.split(".")[0]] for name, _ in self.named_parameters()}
         self._start(base)
 
     def _start(self, base: Base) -> None:
@@ -183,8 +184,14 @@ class Ours(Adapters):
     @contextmanager
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
         kinds = self.options.context
-        if not rows.spans or self.strength == 0 or not kinds:
+        mapped = bool(self.maps.ranks)
+        if not rows.spans or self.strength == 0 or not (kinds or mapped):
             yield
+            return
+        extra = self.maps.hooks(base, rows, self.strength) if mapped else []
+        if not kinds:
+            with hooked(extra):
+                yield
             return
         places = self.places(rows)
         here = states[places.batch, places.time]
@@ -219,7 +226,7 @@ class Ours(Adapters):
             hooks.append((base.unet, lambda _module, args, kwargs: read(torch.as_tensor(_timestep(args, kwargs))), True))
         else:
             read(None)
-        with hooked(hooks):
+        with hooked(hooks + extra):
             yield
 
     # -- what is shipped -----------------------------------------------------------------------------------------------------
@@ -236,12 +243,13 @@ class Ours(Adapters):
         for kind in ("shared",) if self.options.gate_shared else self.options.kinds:
             for name in ("gain", "bias"):
                 found[f"{kind}.{name}"] = self.held(name, kind)[run, :, :own].detach().cpu()
-        return found
+        return found | self.maps.values(run)
 
     def mounts(self) -> dict[str, tuple[str, int]]:
         """Mount name as the product spells it -> (kind, set). Raises ValueError for what no concept file can say."""
         options = self.options
-        for name, bad in {"mounts": bool(options.deep), "bands": options.bands > 1, "norm": options.norm == "plain"}.items():
+        rest = {"bands": options.bands > 1, "norm": options.norm == "plain", "maps": options.maps != "none"}
+        for name, bad in {"mounts": bool(options.deep), **rest}.items():
             if bad:
                 raise ValueError(f"{name} is {getattr(options, name)!r}, which a concept file does not hold; draw such a run by the bench")
         if not options.quantise:

@@ -1,4 +1,4 @@
-"""The levers of our method, by name, checked. Imports the standard library and the description of a run only."""
+"""The levers of our method, by name, checked. Imports the description of a run and of maps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from benchmarks.personalization.methods.maps import ranks_of
 from benchmarks.personalization.runs import Run, Shares
 
 __all__ = ["Options"]
@@ -14,7 +15,7 @@ __all__ = ["Options"]
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "bands": (1, 2, 3, 4),
     "share": ("none", "stage", "width", "all"),
-    "init": ("zero", "class", "class-last"),
+    "init": ("zero", "anchor", "class", "class-last"),
     "key_lock": (False, True),
     "deep_local": (False, True),
     "gate": ("learned", "start", "fixed", "removed"),
@@ -42,10 +43,11 @@ class Options:
             (channels of the block), "all".
         columns: rows of each position and mount; None takes as many as the width needs, fewer leave the rest zero.
         init: "zero"; "class", rows that move the trigger's states to the class word's; "class-last", so at the trigger's last
-            token only.
+            token only; "anchor", so on the text side only (input, layer-k, span), and key and value rows start at zero.
         key_lock: key rows stay with the class word's states, and are not trained.
         deep_local: of an encoder with rows inside it, the states at the trigger alone are taken, all others stay the base's: the
             trigger is read in its sentence, and the sentence does not read the trigger.
+        maps: "none", or ranks of `maps.Maps`, such as "attention:1+feedforward:2"; map_rate: factor of their learning rate.
         gate: "learned"; "start" keeps the values it starts with (gain 1, bias 0), "fixed" is one half everywhere, "removed" one.
         gate_shared: one gate for all mounts of a position.
         gate_rate, deep_rate: factors of the learning rate, for gates and for rows inside the encoder.
@@ -67,6 +69,8 @@ class Options:
     init: str = "zero"
     key_lock: bool = False
     deep_local: bool = False
+    maps: str = "none"
+    map_rate: float = 0.3
     gate: str = "learned"
     gate_shared: bool = False
     gate_rate: float = 1.0
@@ -91,7 +95,8 @@ class Options:
             raise ValueError(f"key_lock with mounts {self.mounts!r}: expected key among them")
         if self.bands > 1 and not {"key", "value"} & set(kinds):
             raise ValueError(f"bands is {self.bands} with mounts {self.mounts!r}: only key and value rows know the timestep; expected 1")
-        positive = {name: getattr(self, name) for name in (*_RHOS, "columns", "gate_rate", "deep_rate") if getattr(self, name) is not None}
+        named = (*_RHOS, "columns", "gate_rate", "deep_rate", "map_rate")
+        positive = {name: getattr(self, name) for name in named if getattr(self, name) is not None}
         for name, value in positive.items():
             if isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name} is {value!r}; expected a number above 0")
@@ -100,6 +105,7 @@ class Options:
         for name in ("ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a share from 0 to below 1")
+        ranks_of(self.maps)
         Shares(prior=self.prior, collage=self.collage)
 
     @classmethod

@@ -1,0 +1,151 @@
+"""Maps: what a trigger adds to the denoiser where the picture looks at it, read from the picture's own features.
+
+At a place x of the picture a map adds mass(x) * sum_j <w_j, h(x)> u_j: h is what the layer reads there, mass the attention that
+x pays to the trigger's tokens. Text states are equal at every place; a map is not. Where nothing fires nothing is added.
+Imports torch and the spans of a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.personalization.methods.method import Rows, to_device
+from benchmarks.personalization.methods.spans import BASES
+from tiny_engram.kernels.fixed_basis import fixed_basis
+from tiny_engram.quantization import fake_quantize, quantize
+
+if TYPE_CHECKING:
+    from benchmarks.personalization.base import Base
+
+__all__ = ["SITES", "Maps", "ranks_of"]
+
+# "attention": before `to_out` of a cross-attention, each head by its own mass; "feedforward": beside the feed-forward layer behind
+# it, by the mean mass of the heads.
+SITES = ("attention", "feedforward")
+BLOCK = 32  # values of one scale
+_PART = re.compile(rf"({'|'.join(SITES)}):([1-9]\d*)")
+
+
+def ranks_of(text: str) -> dict[str, int]:
+    """Ranks by site of "attention:1+feedforward:2"; none of "none". Raises ValueError for anything else."""
+    if text == "none":
+        return {}
+    parts = [_PART.fullmatch(part) for part in text.split("+")]
+    found = {part[1]: int(part[2]) for part in parts if part}
+    if len(found) < len(parts):
+        raise ValueError(f"maps {text!r}: expected none, or {' and '.join(f'{site}:RANK' for site in SITES)}, each once, joined by +")
+    return found
+
+
+class Maps(nn.Module):
+    """The maps of many runs.
+
+    `factors`: "{site}-{i}-in" (w) and "{site}-{i}-out" (u) for the i-th cross-attention, each `[runs, rank, channels]`. The first start as
+    rows of a fixed basis, equal for all runs, the second at zero.
+    """
+
+    def __init__(self, base: Base, runs: int, ranks: dict[str, int], *, quantised: bool) -> None:
+        super().__init__()
+        self.ranks, self.quantised = ranks, quantised
+        self.factors = nn.ParameterDict()
+        for i, (_, module) in enumerate(base.cross_attentions):
+            attention: Any = module
+            channels = attention.to_q.in_features
+            one = torch.eye(channels, device=base.device)
+            for number, (site, rank) in enumerate(ranks.items()):
+                if rank * len(ranks) > channels:
+                    raise ValueError(f"maps of rank {rank} at {channels} channels; expected {channels // len(ranks)} at most")
+                start = fixed_basis(one[number * rank : (number + 1) * rank], width=channels, seed=BASES[0])
+                self.factors[f"{site}-{i}-in"] = nn.Parameter(start.expand(runs, -1, -1).clone())
+                self.factors[f"{site}-{i}-out"] = nn.Parameter(torch.zeros(runs, rank, channels, device=base.device))
+
+    def _gathered(self, name: str, run: torch.Tensor) -> torch.Tensor:
+        """`[batch, slots * rank, channels]` of each row's runs, as they would be read from a file; zeros for a run of -1."""
+        factors = self.factors[name]
+        if self.quantised:
+            factors = fake_quantize(factors.unflatten(-1, (-1, BLOCK))).flatten(-2)
+        # zeros rather than a product with 0: a run that diverged must not reach rows that it has no part in
+        own = factors[run.clamp(min=0)].masked_fill((run < 0)[:, :, None, None], 0.0)
+        return own.flatten(1, 2)
+
+    def hooks(self, base: Base, rows: Rows, strength: float) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
+        """For `spans.hooked`: the denoiser runs with the maps of `rows` in it."""
+        fired = _fired(rows)
+        modules = dict(base.unet.named_modules())
+        names = {module: name for name, module in modules.items()}
+        hooks: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+        for i, (_, module) in enumerate(base.cross_attentions):
+            factors = {
+                site: (self._gathered(f"{site}-{i}-in", rows.run), strength * self._gathered(f"{site}-{i}-out", rows.run))
+                for site in self.ranks
+            }
+            layer = modules[names[module].removesuffix("attn2") + "ff"]
+            hooks += _Layer(module, fired, factors, rows.run.shape[1]).hooks(layer)
+        return hooks
+
+    def values(self, run: int) -> dict[str, torch.Tensor]:
+        """As a file holds them: payload e4m3 and scale uint8 of each factor, or float16."""
+        found: dict[str, torch.Tensor] = {}
+        for name, factors in self.factors.items():
+            own = factors[run].detach().cpu()
+            if self.quantised:
+                found[f"map.{name}.payload"], found[f"map.{name}.scale"] = quantize(own.unflatten(-1, (-1, BLOCK)))
+            else:
+                found[f"map.{name}"] = own.half()
+        return found
+
+
+def _fired(rows: Rows) -> torch.Tensor:
+    """1 where a slot's trigger stands, `[batch, time, slots]`."""
+    row, slot, start, length = np.asarray(rows.spans, np.int64).reshape(-1, 4).T
+    offset = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
+    fired = np.zeros((*rows.ids.shape, rows.run.shape[1]), np.float32)
+    fired[np.repeat(row, length), np.repeat(start, length) + offset, np.repeat(slot, length)] = 1
+    return to_device(torch.from_numpy(fired), rows.ids.device)
+
+
+class _Layer:
+    """One cross-attention and the feed-forward layer behind it, during one batch: what their hooks tell each other."""
+
+    def __init__(self, attention: Any, fired: torch.Tensor, factors: dict[str, tuple[torch.Tensor, torch.Tensor]], slots: int) -> None:
+        self.attention, self.fired, self.factors, self.slots = attention, fired, factors, slots
+        self.states = self.query = self.key = self.mass = torch.empty(0)
+
+    def hooks(self, feedforward: nn.Module) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
+        a = self.attention
+        hooks = [(a.to_q, self._queried, False), (a.to_k, self._keyed, False), (a.to_out[0], self._attended, True)]
+        return hooks + ([(feedforward, self._fed, False)] if "feedforward" in self.factors else [])
+
+    def _queried(self, _module: nn.Module, args: tuple, _kwargs: Any, out: torch.Tensor) -> None:
+        self.states, self.query = args[0], out
+
+    def _keyed(self, _module: nn.Module, _args: tuple, _kwargs: Any, out: torch.Tensor) -> None:
+        self.key = out
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.attention.heads, -1)).transpose(1, 2)
+
+    def _attended(self, _module: nn.Module, args: tuple, kwargs: Any) -> tuple[tuple, Any] | None:
+        """Heads' outputs `[batch, places, channels]` with what the map adds."""
+        query, key = self._heads(self.query), self._heads(self.key)
+        share = (query @ key.transpose(2, 3) * self.attention.scale).float().softmax(-1)
+        self.mass = share @ self.fired[:, None]  # [batch, heads, places, slots]
+        if "attention" not in self.factors:
+            return None
+        into, out = self.factors["attention"]
+        read = self.states @ into.transpose(1, 2)  # [batch, places, slots * rank]
+        weighted = self.mass.repeat_interleave(read.shape[-1] // self.slots, -1) * read[:, None]
+        added = (weighted @ self._heads(out)).transpose(1, 2).flatten(2)
+        return (args[0] + added.to(args[0].dtype), *args[1:]), kwargs
+
+    def _fed(self, _module: nn.Module, args: tuple, _kwargs: Any, out: torch.Tensor) -> torch.Tensor:
+        into, back = self.factors["feedforward"]
+        read = args[0] @ into.transpose(1, 2)
+        weighted = self.mass.mean(1).repeat_interleave(read.shape[-1] // self.slots, -1) * read
+        return out + (weighted @ back).to(out.dtype)
