@@ -11,12 +11,11 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.personalization.methods.method import Rows, to_device
-from benchmarks.personalization.methods.spans import BASES
+from benchmarks.personalization.methods.method import Rows
+from benchmarks.personalization.methods.spans import BASES, CONFIG
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.quantization import fake_quantize, quantize
 
@@ -28,7 +27,7 @@ __all__ = ["SITES", "Maps", "ranks_of"]
 # "attention": before `to_out` of a cross-attention, each head by its own mass; "feedforward": beside the feed-forward layer behind
 # it, by the mean mass of the heads.
 SITES = ("attention", "feedforward")
-BLOCK = 32  # values of one scale
+BLOCK = CONFIG.head_dim  # values of one scale
 _PART = re.compile(rf"({'|'.join(SITES)}):([1-9]\d*)")
 
 
@@ -103,11 +102,10 @@ class Maps(nn.Module):
 
 def _fired(rows: Rows) -> torch.Tensor:
     """1 where a slot's trigger stands, `[batch, time, slots]`."""
-    row, slot, start, length = np.asarray(rows.spans, np.int64).reshape(-1, 4).T
-    offset = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
-    fired = np.zeros((*rows.ids.shape, rows.run.shape[1]), np.float32)
-    fired[np.repeat(row, length), np.repeat(start, length) + offset, np.repeat(slot, length)] = 1
-    return to_device(torch.from_numpy(fired), rows.ids.device)
+    at = rows.positions()
+    fired = torch.zeros(*rows.ids.shape, rows.run.shape[1], device=rows.ids.device)
+    one = torch.ones((), device=fired.device)
+    return fired.index_put((at.row, at.place, at.slot), one)
 
 
 class _Layer:

@@ -56,16 +56,17 @@ class Rows:
         row, slot, start, length = (np.repeat(column, spans[:, 3]) for column in spans.T)
         offset = np.arange(len(row)) - np.repeat(spans[:, 3].cumsum() - spans[:, 3], spans[:, 3])
         laid = to_device(torch.from_numpy(np.stack([row, start + offset, offset, slot])), self.ids.device)
-        return Positions(laid[0], laid[1], laid[2], self.run[laid[0], laid[3]])
+        return Positions(laid[0], laid[1], laid[2], laid[3], self.run[laid[0], laid[3]])
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions in a batch, int64 `[positions]` each on its device: row, place in the prompt, offset in the span, and the run there."""
+    """Positions in a batch, int64 `[positions]` each on its device: row, place in the prompt, offset in the span, slot, and the run."""
 
     row: torch.Tensor
     place: torch.Tensor
     offset: torch.Tensor
+    slot: torch.Tensor
     run: torch.Tensor
 
 
