@@ -1,7 +1,7 @@
-"""One concept: its trigger, the quantised rows and gates per encoder role and mount, and where they came from.
+"""One concept: its trigger, the quantised rows and gates per encoder role and mount, its maps, and where they came from.
 
-May import config, quantization, triggers and concept_file (which holds the file format). A concept knows no addresses: rows are kept in
-(variant group, position, n, head) order and get their addresses when they are loaded.
+May import config, triggers, concept_rows (which holds rows and maps), concept_layout and concept_file (which hold the file format). A
+concept knows no addresses: rows are kept in (variant group, position, n, head) order and get their addresses when they are loaded.
 """
 
 import dataclasses
@@ -14,65 +14,13 @@ import torch
 
 from tiny_engram import concept_file
 from tiny_engram.concept_file import ConceptFileError
-from tiny_engram.config import FORMAT_VERSION, SPAN, ConceptConfig
+from tiny_engram.concept_layout import describe_config, describe_role, format_of, read_role, tensors_of
+from tiny_engram.concept_rows import MapRows, MountRows, RoleRows, untrained_maps
+from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.quantization import dequantize, quantize
-from tiny_engram.triggers import CompiledTrigger, RowGroup, Variant
+from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["Concept", "ConceptFileError", "MountRows", "RoleRows"]
-
-MOST_RHO = 1e6  # any larger bound could overflow a float32 state
-
-
-@dataclass(frozen=True, slots=True)
-class MountRows:
-    """What a concept adds at one mount.
-
-    payload float8_e4m3fn `[positions, columns, head_dim]`, scale uint8 `[positions, columns, head_dim / 32]`, gain and bias
-    float32 `[positions]` (the gate: sigmoid(gain * ssqrt(dot) + bias)), rho the share of the span's mean norm.
-    """
-
-    payload: torch.Tensor
-    scale: torch.Tensor
-    gain: torch.Tensor
-    bias: torch.Tensor
-    rho: float
-
-    @classmethod
-    def zeros(cls, positions: int, columns: int, config: ConceptConfig, rho: float) -> "MountRows":
-        """Untrained: rows zero, gain 1, bias 0."""
-        return cls.quantized(torch.zeros(positions, columns, config.head_dim), torch.ones(positions), torch.zeros(positions), rho)
-
-    @classmethod
-    def quantized(cls, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, rho: float) -> "MountRows":
-        """From master rows float32 `[positions, columns, head_dim]`, quantised as the file stores them."""
-        payload, scale = quantize(rows.detach().float().cpu())
-        plain = [x.detach().float().cpu().clone().contiguous() for x in (gain, bias)]
-        return cls(payload, scale, plain[0], plain[1], float(rho))
-
-    def rows(self) -> torch.Tensor:
-        """float32 `[positions, columns, head_dim]`, dequantised."""
-        return dequantize(self.payload, self.scale)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.payload, self.scale, self.gain, self.bias))
-
-
-@dataclass(frozen=True, slots=True)
-class RoleRows:
-    """A concept at one encoder: the encoder's width, its tokenizer's fingerprint, the trigger's sequences, rows per mount."""
-
-    width: int
-    fingerprint: str
-    groups: tuple[RowGroup, ...]
-    variants: tuple[Variant, ...]
-    mounts: Mapping[str, MountRows]
-
-    @property
-    def positions(self) -> int:
-        """Span positions that own rows, over all groups."""
-        return sum(len(group.canonical) for group in self.groups)
+__all__ = ["Concept", "ConceptFileError", "MapRows", "MountRows", "RoleRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +49,15 @@ class Concept:
         widths: Mapping[str, int],
         fingerprints: Mapping[str, str],
         mounts: Mapping[str, Sequence[str]] | None = None,
+        maps: Mapping[str, Mapping[str, tuple[int, int]]] | None = None,
         name: str | None = None,
         config: ConceptConfig | None = None,
         base: str = "",
     ) -> "Concept":
-        """An untrained concept (rows zero): compiled trigger, width, tokenizer fingerprint and names of mounts per role.
+        """An untrained concept, which adds nothing: compiled trigger, width, tokenizer fingerprint and names of mounts per role.
 
-        Without `mounts`, "span" alone, whatever the config asks for: what its groups mean is the pipeline's to say.
+        Without `mounts`, "span" alone, whatever the config asks for: what its groups mean is the pipeline's to say. `maps` holds
+        (rank, channels) of each map by role and name, "attention.{i}" or "feedforward.{i}"; without it there are none.
         """
         if not compiled:
             raise TinyEngramError("a concept needs at least one encoder role, got none; attach to a pipeline with a text encoder")
@@ -117,7 +67,14 @@ class Concept:
             columns = (config.max_ngram - 1) * config.heads_at(widths[role])
             names = (SPAN,) if mounts is None else mounts[role]
             rows = {mount: MountRows.zeros(trigger.positions, columns, config, config.rho_at(mount)) for mount in names}
-            roles[role] = RoleRows(widths[role], fingerprints[role], trigger.groups, trigger.variants, rows)
+            roles[role] = RoleRows(
+                widths[role],
+                fingerprints[role],
+                trigger.groups,
+                trigger.variants,
+                rows,
+                untrained_maps((maps or {}).get(role, {}), config.basis_seed),
+            )
         first = next(iter(compiled.values()))
         return cls(name or first.text, first.text, first.aliases, config, base, roles)
 
@@ -140,23 +97,52 @@ class Concept:
         place = self.roles[role]
         return dataclasses.replace(self, roles={**self.roles, role: dataclasses.replace(place, mounts={**place.mounts, mount: new})})
 
+    def with_map(self, role: str, name: str, into: torch.Tensor, out: torch.Tensor) -> "Concept":
+        """A copy whose map of this name has these masters, quantised: into and out float32 `[rank, channels]`.
+
+        Raises TinyEngramError for another shape, an unknown role or map, or values that are not finite.
+        """
+        old = self.map_rows(role, name)
+        for what, tensor in {"into": into, "out": out}.items():
+            if list(tensor.shape) != list(old.into_payload.shape):
+                raise TinyEngramError(
+                    f"{what} of map {name!r} of {self.name!r} has shape {list(tensor.shape)}, expected {list(old.into_payload.shape)}"
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise TinyEngramError(
+                    f"{what} of map {name!r} of {self.name!r} holds NaN or infinity, expected finite numbers; lower the learning rate"
+                )
+        place = self.roles[role]
+        changed = dataclasses.replace(place, maps={**place.maps, name: MapRows.quantized(into, out)})
+        return dataclasses.replace(self, roles={**self.roles, role: changed})
+
     def with_details(self, **changes: Any) -> "Concept":
         """A copy with other `name`, `recipe`, `thumbnail`, `base` or `untrained`."""
         return dataclasses.replace(self, **changes)
 
     def mount_rows(self, role: str, mount: str = SPAN) -> MountRows:
         """The rows at one mount; an unknown role or mount raises and lists the known ones."""
-        if role not in self.roles:
-            raise TinyEngramError(f"concept {self.name!r} has no role {role!r}; known: {sorted(self.roles)}")
-        mounts = self.roles[role].mounts
+        mounts = self._role(role).mounts
         if mount not in mounts:
             raise TinyEngramError(f"concept {self.name!r} has no mount {mount!r} at role {role!r}; known: {sorted(mounts)}")
         return mounts[mount]
 
+    def map_rows(self, role: str, name: str) -> MapRows:
+        """One map; an unknown role or name raises and lists the known ones."""
+        maps = self._role(role).maps
+        if name not in maps:
+            raise TinyEngramError(f"concept {self.name!r} has no map {name!r} at role {role!r}; known: {sorted(maps) or 'none'}")
+        return maps[name]
+
+    def _role(self, role: str) -> RoleRows:
+        if role not in self.roles:
+            raise TinyEngramError(f"concept {self.name!r} has no role {role!r}; known: {sorted(self.roles)}")
+        return self.roles[role]
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, scales and gates."""
-        return sum(rows.nbytes for role in self.roles.values() for rows in role.mounts.values())
+        """Bytes of all rows, scales, gates and maps."""
+        return sum(rows.nbytes for role in self.roles.values() for rows in (*role.mounts.values(), *role.maps.values()))
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -165,36 +151,22 @@ class Concept:
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors and the thumbnail, as JSON types."""
-        roles = {
-            role: {
-                "width": place.width,
-                "tokenizer": place.fingerprint,
-                "groups": [{"text": g.text, "canonical": list(g.canonical)} for g in place.groups],
-                "variants": [{"text": v.text, "ids": list(v.ids), "group": v.group} for v in place.variants],
-                "rho": {mount: rows.rho for mount, rows in place.mounts.items()},
-            }
-            for role, place in self.roles.items()
-        }
+        version = format_of(self.config, self.roles)
         return {
-            "format": FORMAT_VERSION,
+            "format": version,
             "name": self.name,
             "trigger": self.trigger,
             "aliases": list(self.aliases),
             "untrained": list(self.untrained),
             "base": self.base,
-            "config": self.config.to_dict(),
-            "roles": roles,
+            "config": describe_config(self.config, version),
+            "roles": {role: describe_role(place) for role, place in self.roles.items()},
             "recipe": dict(self.recipe),
         }
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file, atomically; returns its path. Raises ConceptFileError (disk full, no permission, ...)."""
-        tensors = {
-            f"{role}.{mount}.{what}": getattr(rows, what).contiguous()
-            for role, place in self.roles.items()
-            for mount, rows in place.mounts.items()
-            for what in ("payload", "scale", "gain", "bias")
-        }
+        tensors = {name: tensor for role, place in self.roles.items() for name, tensor in tensors_of(role, place).items()}
         return concept_file.write(Path(path), tensors, self.metadata)
 
     @classmethod
@@ -213,49 +185,7 @@ class Concept:
     def _assemble(cls, tensors: dict[str, torch.Tensor], described: dict[str, Any], thumbnail: str | None) -> "Concept":
         config = ConceptConfig.from_dict(described["config"])
         left = dict(tensors)
-        roles: dict[str, RoleRows] = {}
-        for role, about in described["roles"].items():
-            width = about["width"]
-            if not isinstance(width, int) or not 1 <= width <= 65_536:
-                raise TinyEngramError(f"width of role {role!r} is {width!r}, expected 1..65536")
-            groups: list[RowGroup] = []
-            for group in about["groups"]:
-                offset = sum(len(g.canonical) for g in groups)
-                groups.append(RowGroup(str(group["text"]), tuple(int(c) for c in group["canonical"]), offset))
-            variants = tuple(Variant(tuple(int(i) for i in v["ids"]), str(v["text"]), int(v["group"])) for v in about["variants"])
-            if (
-                not groups
-                or not variants
-                or not all(0 <= v.group < len(groups) and len(v.ids) == len(groups[v.group].canonical) for v in variants)
-            ):
-                raise TinyEngramError(f"token sequences of role {role!r} do not fit together")
-            positions = sum(len(g.canonical) for g in groups)
-            columns = (config.max_ngram - 1) * config.heads_at(width)
-            shapes = {
-                "payload": (torch.float8_e4m3fn, [positions, columns, config.head_dim]),
-                "scale": (torch.uint8, [positions, columns, config.head_dim // 32]),
-                "gain": (torch.float32, [positions]),
-                "bias": (torch.float32, [positions]),
-            }
-            mounts: dict[str, MountRows] = {}
-            for mount, rho in about["rho"].items():
-                parts: dict[str, torch.Tensor] = {}
-                for what, (dtype, shape) in shapes.items():
-                    tensor = left.pop(f"{role}.{mount}.{what}", None)
-                    if tensor is None:
-                        raise TinyEngramError(f"tensor {role}.{mount}.{what} is missing")
-                    if tensor.dtype != dtype or list(tensor.shape) != shape:
-                        raise TinyEngramError(f"{role}.{mount}.{what} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}")
-                    if tensor.dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
-                        raise TinyEngramError(f"{role}.{mount}.{what} holds NaN or infinity, expected finite numbers")
-                    parts[what] = tensor
-                if isinstance(rho, bool) or not isinstance(rho, int | float) or not 0 < rho <= MOST_RHO:
-                    raise TinyEngramError(f"rho of {role}.{mount} is {rho!r}, expected a number above 0, at most {MOST_RHO:g}")
-                rows = MountRows(**parts, rho=float(rho))
-                if not bool(torch.isfinite(rows.rows()).all()):
-                    raise TinyEngramError(f"{role}.{mount}.payload holds NaN or infinity, expected finite numbers")
-                mounts[mount] = rows
-            roles[role] = RoleRows(width, str(about["tokenizer"]), tuple(groups), variants, mounts)
+        roles = {role: read_role(role, about, config, left) for role, about in described["roles"].items()}
         if left:
             raise TinyEngramError(f"unexpected tensors {sorted(left)[:4]}")
         if not roles:

@@ -85,9 +85,9 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | Non
     except (ValueError, RecursionError) as error:
         raise ConceptFileError(f"{path}: its description is no JSON; the file is damaged, save the concept again") from error
     version = described.get("format") if isinstance(described, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in range(1, FORMAT_VERSION + 1):
         raise ConceptFileError(
-            f"{path}: format version {version!r}, expected {FORMAT_VERSION}; update tiny-engram or save the concept again"
+            f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save the concept again"
         )
     try:
         tensors = load_bytes(blob)

@@ -6,9 +6,11 @@ from typing import Any, Literal, Self
 
 from tiny_engram.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of the newest files; those that an older reader understands say 1
 BLOCK = 32  # values under one e8m0 scale, as in kernels.block_quant
-SPAN = "span"  # the mount on an encoder's last hidden state; all others are context mounts
+SPAN = "span"  # the mount on an encoder's last hidden state
+INPUT = "input"  # the mount on an encoder's token embeddings; all others are context mounts
+MOST_BANDS = 4
 PAPER_EPS = 1.1920928955078125e-07  # torch's default eps of RMSNorm in float32
 V41_EPS = 1e-20
 
@@ -167,6 +169,10 @@ class ConceptConfig(_Json):
         basis_seed: of the fixed key and value bases.
         mounts: where rows are added: names of mounts, or the groups "context", "key" and "value" of `mount_names`.
         context_rho: rho of the context mounts; None takes `rho`.
+        share: what the groups mean: "none", rows of its own for each cross-attention; "stage", one set for all of a stage.
+        bands: shares of the scheduler's timesteps that have context rows of their own, 1 to 4; for the groups alone, as `share`.
+        attention_rank: of the maps at the cross-attentions' outputs; 0 for none.
+        feedforward_rank: of the maps at the feed-forward layers behind them; 0 for none.
     """
 
     max_ngram: int = 3
@@ -177,6 +183,10 @@ class ConceptConfig(_Json):
     basis_seed: int = 0
     mounts: tuple[str, ...] = (SPAN,)
     context_rho: float | None = None
+    share: Literal["none", "stage"] = "none"
+    bands: int = 1
+    attention_rank: int = 0
+    feedforward_rank: int = 0
 
     def __post_init__(self) -> None:
         _need_int(self, 2, "max_ngram", "vocab")
@@ -191,10 +201,16 @@ class ConceptConfig(_Json):
             raise ConfigError(f"ConceptConfig.mounts is {self.mounts!r}: expected one or more names such as 'span' or 'context'")
         if self.context_rho is not None:
             _need_positive(self, "context_rho")
+        if self.share not in ("none", "stage"):
+            raise ConfigError(f"ConceptConfig.share is {self.share!r}: expected 'none' or 'stage'")
+        _need_int(self, 1, "bands")
+        if self.bands > MOST_BANDS:
+            raise ConfigError(f"ConceptConfig.bands is {self.bands}: expected 1 to {MOST_BANDS}")
+        _need_int(self, 0, "attention_rank", "feedforward_rank")
 
     def rho_at(self, mount: str) -> float:
         """Bound of the residual at one mount."""
-        return self.rho if mount == SPAN or self.context_rho is None else self.context_rho
+        return self.rho if mount in (SPAN, INPUT) or self.context_rho is None else self.context_rho
 
     def heads_at(self, width: int) -> int:
         """Heads for an encoder of this width: ``ceil(width / 64)`` with the defaults.

@@ -1,42 +1,173 @@
-"""Names of mounts, and what a choice of them means on a pipeline. Imports config and errors.
+"""Names of mounts and maps, and what a choice of them means on a pipeline. Imports config and errors.
 
-"span" is the residual on an encoder's last hidden state. "context.{i}.key" and "context.{i}.value" are residuals in what the key
-and the value projection of the denoiser's i-th cross-attention read, counted in running order.
+"span" is the residual on an encoder's last hidden state, "input" the one on its token embeddings. "context.{i}.key" and
+"context.{i}.value" are residuals in what the key and the value projection of the denoiser's i-th cross-attention read, counted in
+running order; "context.{stage}.key" in what those of all cross-attentions of a stage read. Such a name may end in a band,
+".1of2": then its rows are read in that share of the scheduler's timesteps alone, of which the first begins at timestep 0.
+
+"attention.{i}" and "feedforward.{i}" are maps at the i-th cross-attention; a map is no mount, it has no rows.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from tiny_engram.config import SPAN
+from tiny_engram.config import INPUT, MOST_BANDS, SPAN
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["GROUPS", "choose_mounts", "describe_mounts"]
+__all__ = [
+    "GROUPS",
+    "SITES",
+    "ContextName",
+    "band_at",
+    "choose_maps",
+    "choose_mounts",
+    "context_name",
+    "describe_maps",
+    "describe_mounts",
+    "every_mount",
+    "map_name",
+    "mounts_in_words",
+]
 
 GROUPS = {"context": ("key", "value"), "key": ("key",), "value": ("value",)}
+SITES = ("attention", "feedforward")
+_CONTEXT = re.compile(r"context\.(0|[1-9]\d*|[a-z]+)\.(key|value)(?:\.([1-9])of([1-9]))?")
+_MAP = re.compile(rf"({'|'.join(SITES)})\.(0|[1-9]\d*)")
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+@dataclass(frozen=True, slots=True)
+class ContextName:
+    """A context mount's name, taken apart.
+
+    `where` is the number of a cross-attention ("3") or a stage ("up"), `kind` "key" or "value", `band` one of 0..bands-1, counted from
+    0 although the name counts from 1.
+    """
+
+    where: str
+    kind: str
+    band: int = 0
+    bands: int = 1
+
+    @property
+    def shared(self) -> bool:
+        """Is it one set of rows for a whole stage?"""
+        return not self.where.isdigit()
+
+    def __str__(self) -> str:
+        return f"context.{self.where}.{self.kind}" + (f".{self.band + 1}of{self.bands}" if self.bands > 1 else "")
 
 
-def choose_mounts(asked: Sequence[str], known: Sequence[str], *, role: str) -> tuple[str, ...]:
+def context_name(mount: str) -> ContextName | None:
+    """A mount's name taken apart; None for any that is no context mount."""
+    found = _CONTEXT.fullmatch(mount)
+    if found is None:
+        return None
+    where, kind, band, bands = found.groups()
+    if bands is None:
+        return ContextName(where, kind)
+    if not 1 <= int(band) <= int(bands) or not 2 <= int(bands) <= MOST_BANDS:
+        return None
+    return ContextName(where, kind, int(band) - 1, int(bands))
+
+
+def map_name(name: str) -> tuple[str, int] | None:
+    """Site and cross-attention of a map's name, ("attention", 3); None for any other name."""
+    found = _MAP.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def band_at(timestep: float, bands: int, timesteps: int) -> int:
+    """The band, 0..bands-1, in which a timestep of a scheduler with `timesteps` training steps lies."""
+    return max(0, min(int(timestep * bands / timesteps), bands - 1))
+
+
+def every_mount(contexts: Sequence[str], stages: Iterable[str] = ()) -> tuple[str, ...]:
+    """All mounts of a role, in the order of their addresses: `contexts` are "context.{i}.key|value", `stages` those they lie in.
+
+    A mount's place is part of where its rows lie, so that new kinds of mounts are appended, never put between.
+    """
+    shared = [str(ContextName(stage, kind)) for stage in stages for kind in GROUPS["context"]]
+    # Few bands first: addresses of a later mount take longer to find.
+    banded = [
+        str(replace(name, band=band, bands=bands))
+        for bands in range(2, MOST_BANDS + 1)
+        for mount in (*shared, *contexts)
+        if (name := context_name(mount)) is not None
+        for band in range(bands)
+    ]
+    return (SPAN, *contexts, INPUT, *shared, *banded)
+
+
+def mounts_in_words(known: Sequence[str]) -> str:
+    """The mounts that a pipeline has, for one line: bands are said, not listed."""
+    plain = [m for m in known if (name := context_name(m)) is None or name.bands == 1]
+    return ", ".join(plain) + (f", and each context in bands such as {known[-1]}" if len(plain) < len(known) else "")
+
+
+def choose_mounts(asked: Sequence[str], known: Sequence[str], *, role: str, share: str = "none", bands: int = 1) -> tuple[str, ...]:
     """The mounts that a choice of names and groups means, each once, in the order of `known` (all that the pipeline has at a role).
+
+    Args:
+        share, bands: what groups mean, as in `ConceptConfig`; names mean themselves.
 
     Raises:
         TinyEngramError: a name or a group that the pipeline has nothing for.
     """
+    names = {mount: context_name(mount) for mount in known}
     chosen: set[str] = set()
-    for name in asked:
-        found = {m for m in known if m == name or (m != SPAN and _last(m) in GROUPS.get(name, ()))}
+    for one in asked:
+        kinds = GROUPS.get(one, ())
+        found = {m for m, n in names.items() if n is not None and n.kind in kinds and n.shared == (share == "stage") and n.bands == bands}
+        found |= {one} & set(known)
         if not found:
             raise TinyEngramError(
-                f"mount {name!r} is unknown at {role}; expected a group ({', '.join(GROUPS)}) or one of: {', '.join(known)}"
+                f"mount {one!r} is unknown at {role}; expected a group ({', '.join(GROUPS)}) or one of: {mounts_in_words(known)}"
             )
         chosen |= found
     return tuple(m for m in known if m in chosen)
 
 
+def choose_maps(known: dict[str, int], *, attention: int, feedforward: int, role: str) -> dict[str, tuple[int, int]]:
+    """(rank, channels) of each map that ranks mean, by name: `known` holds the channels of all maps that the pipeline has at a role.
+
+    Raises:
+        TinyEngramError: the pipeline has no such maps there, or too few channels for the ranks.
+    """
+    ranks = {site: rank for site, rank in zip(SITES, (attention, feedforward), strict=True) if rank}
+    found: dict[str, tuple[int, int]] = {}
+    for site, rank in ranks.items():
+        mine = {name: channels for name, channels in known.items() if (parts := map_name(name)) is not None and parts[0] == site}
+        if not mine:
+            raise TinyEngramError(f"{site}_rank is {rank}, but this pipeline has no {site} maps at {role}; expected 0")
+        for name, channels in mine.items():
+            if rank * len(ranks) > channels:
+                raise TinyEngramError(
+                    f"{site}_rank is {rank}, but {name} of {role} has {channels} channels; expected at most {channels // len(ranks)}"
+                )
+            found[name] = (rank, channels)
+    return {name: found[name] for name in known if name in found}
+
+
 def describe_mounts(mounts: Sequence[str]) -> str:
-    """In words, for one line: "span, 7 keys, 7 values"."""
-    kinds = [m if m == SPAN else _last(m) for m in mounts]
-    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return ", ".join(kind if kind == SPAN else f"{n} {kind}s" if n > 1 else f"1 {kind}" for kind, n in counts.items())
+    """In words, for one line: "span, 7 keys, 7 values", "input, 3 shared values in 2 bands"."""
+    counts: dict[tuple[str, bool, int], set[str]] = {}
+    for mount in mounts:
+        name = context_name(mount)
+        key = (mount, False, 1) if name is None else (name.kind, name.shared, name.bands)
+        counts.setdefault(key, set()).add(mount if name is None else name.where)
+    parts = []
+    for (kind, shared, bands), places in counts.items():
+        if kind not in GROUPS:
+            parts.append(kind)
+            continue
+        words = f"{len(places)} {'shared ' if shared else ''}{kind}{'s' if len(places) > 1 else ''}"
+        parts.append(words + (f" in {bands} bands" if bands > 1 else ""))
+    return ", ".join(parts)
+
+
+def describe_maps(maps: Sequence[str]) -> str:
+    """In words, for one line: "7 attention maps, 7 feedforward maps"."""
+    sites = [parts[0] for name in maps if (parts := map_name(name)) is not None]
+    counts = {site: sites.count(site) for site in dict.fromkeys(sites)}
+    return ", ".join(f"{n} {site} map{'s' if n > 1 else ''}" for site, n in counts.items())
