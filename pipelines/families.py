@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "EncoderSpec", "Family", "family_of", "known_pipelines"]
+__all__ = ["FAMILIES", "CrossAttention", "EncoderSpec", "Family", "family_of", "known_pipelines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,33 @@ class EncoderSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """One cross-attention of a denoiser, with `to_q`, `to_k`, `to_v` and `to_out`; the stage it lies in; the transformer block around it.
+
+    What others put in the place of a layer later is found under the block's attributes again, so hooks go by those.
+    """
+
+    module: Any
+    stage: str
+    block: Any
+
+    @property
+    def channels(self) -> int | None:
+        """Values that `to_q` reads at each place of the picture; None where the projection does not say."""
+        return getattr(getattr(self.module, "to_q", None), "in_features", None)
+
+    @property
+    def feedforward(self) -> Any | None:
+        """The feed-forward layer that the block runs after it, as it is now; it reads as many channels. None without one."""
+        return getattr(self.block, "ff", None)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Pipelines that are alike for concepts.
 
-    `contexts` lists a denoiser's context mounts at a role, in running order: name -> (module, attribute that holds the projection).
-    What those projections read must be the role's states as `encode` gives them.
+    `attentions` lists a denoiser's cross-attentions at a role, in running order. What their keys and values read must be the role's
+    states as `encode` gives them.
 
     `encode` maps (pipe, prompts, negative prompts or None, images per prompt) to (prompt embeds, negative embeds or None): what the
     denoiser consumes. `consumed` maps each role to its states `[batch, time, width]` inside the prompt embeds.
@@ -37,7 +59,15 @@ class Family:
     denoiser: str
     encode: Callable[[Any, Sequence[str], Sequence[str] | None, int], tuple[Any, Any]]
     consumed: Callable[[Any], Mapping[str, Any]]
-    contexts: Callable[[Any, str], Mapping[str, tuple[Any, str]]]
+    attentions: Callable[[Any, str], Sequence[CrossAttention]]
+
+    def contexts(self, denoiser: Any, role: str) -> dict[str, tuple[Any, str]]:
+        """A denoiser's own context mounts at a role, in running order: name -> (module, attribute that holds the projection)."""
+        return {
+            f"context.{i}.{kind}": (attention.module, attribute)
+            for i, attention in enumerate(self.attentions(denoiser, role))
+            for kind, attribute in (("key", "to_k"), ("value", "to_v"))
+        }
 
 
 def _encode_stable_diffusion(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None, images: int) -> tuple[Any, Any]:
@@ -46,16 +76,17 @@ def _encode_stable_diffusion(pipe: Any, prompts: Sequence[str], negative: Sequen
     return pipe.encode_prompt(list(prompts), pipe._execution_device, images, guided, negative_prompt)
 
 
-def _unet_contexts(unet: Any, role: str) -> dict[str, tuple[Any, str]]:
-    """Keys and values of a UNet's cross-attentions; one encoder's states, as they are, go to all of them."""
+def _unet_attentions(unet: Any, role: str) -> tuple[CrossAttention, ...]:
+    """The cross-attentions of a UNet; one encoder's states, as they are, go to all of them."""
     # The UNet registers its middle block last and runs it between the others.
-    blocks = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
-    attentions = [m for block in blocks if block is not None for name, m in block.named_modules() if name.endswith("attn2")]
-    return {
-        f"context.{i}.{kind}": (attention, attribute)
-        for i, attention in enumerate(attentions)
-        for kind, attribute in (("key", "to_k"), ("value", "to_v"))
-    }
+    stages = (*(("down", block) for block in unet.down_blocks), ("mid", unet.mid_block), *(("up", block) for block in unet.up_blocks))
+    return tuple(
+        CrossAttention(module, stage, part.get_submodule(name.rpartition(".")[0]))
+        for stage, part in stages
+        if part is not None
+        for name, module in part.named_modules()
+        if name.endswith("attn2")
+    )
 
 
 FAMILIES = (
@@ -66,7 +97,7 @@ FAMILIES = (
         denoiser="unet",
         encode=_encode_stable_diffusion,
         consumed=lambda embeds: {"clip_l": embeds},
-        contexts=_unet_contexts,
+        attentions=_unet_attentions,
     ),
 )
 

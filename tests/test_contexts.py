@@ -100,7 +100,7 @@ def test_rows_of_each_mount_have_addresses_of_their_own(tiny, adapter):
     store = adapter.mounts["clip_l"].store
     ids = [store.bank_of("zqx bolo", mount).row_ids("zqx bolo") for mount in store.mounts_of("zqx bolo")]
     assert len(ids) == 9 and all(not torch.equal(a, b) for k, a in enumerate(ids) for b in ids[:k])
-    for index, mount in enumerate(store.mounts):
+    for index, mount in enumerate(store.mounts_of("zqx bolo")):
         assert store.bank_of("zqx bolo", mount).hasher.layer_id == index
     rows = adapter.concept("zqx bolo").roles["clip_l"].mounts.values()
     assert store.row_bytes == sum(at.payload.numel() + at.scale.numel() for at in rows)

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import SPAN, ConceptConfig
+from tiny_engram.config import INPUT, SPAN, ConceptConfig
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
 from tiny_engram.fitting import extend_concept, fit_concept
 from tiny_engram.matching import TriggerIndex
-from tiny_engram.mount_names import choose_mounts
 from tiny_engram.mounts import MountError, SpanMount
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport, report_role
 from tiny_engram.residual import Spans
-from tiny_engram.role_mounts import mounts_at
+from tiny_engram.role_mounts import asked_of, mounts_at
 from tiny_engram.store import Plan, checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 from tiny_engram.watch import DenoiserWatch
@@ -148,7 +147,8 @@ class EngramAdapter:
 
     def _watched(self) -> list[str]:
         """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
-        return [n for n in self.get_active_concepts() if any(SPAN in place.mounts for place in self._concepts[n].concept.roles.values())]
+        places = {name: self._concepts[name].concept.roles.values() for name in self.get_active_concepts()}
+        return [name for name, roles in places.items() if any({SPAN, INPUT} & place.mounts.keys() for place in roles)]
 
     # -- concepts ------------------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class EngramAdapter:
         strength = checked_strength(strength)
         name = self._free_name(name or concept.name, rename)
         compiled = fit_concept(name, concept, self.mounts, trigger)
-        if any(set(place.mounts) != {SPAN} for place in concept.roles.values()):
+        if any(place.maps or place.mounts.keys() - {SPAN, INPUT} for place in concept.roles.values()):
             self._check_denoiser()
         if concept.base and self.base and concept.base != self.base:
             text = "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ"
@@ -186,7 +186,8 @@ class EngramAdapter:
         added: list[str] = []
         try:
             for role, mount in self.mounts.items():
-                moved = mount.store.add(name, compiled[role], concept.roles[role].mounts, concept.config, strength)
+                place = concept.roles[role]
+                moved = mount.store.add(name, compiled[role], place.mounts, concept.config, strength, maps=place.maps)
                 added.append(role)
                 if moved:
                     logger.info("rows of concept %r collided at %s: moved %d times", name, role, moved)
@@ -307,9 +308,9 @@ class EngramAdapter:
         """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
         compiled = self.compile(trigger, aliases)
         config = config or ConceptConfig()
-        chosen = self._chosen(config)
+        mounts, maps = asked_of(config, self.mounts)
         roles = {
-            role: report_role(role, compiled[role], mount.tokenizer, mount.store, config, chosen[role])
+            role: report_role(role, compiled[role], mount.tokenizer, mount.store, config, mounts[role], maps[role])
             for role, mount in self.mounts.items()
         }
         first = next(iter(compiled.values()))
@@ -320,21 +321,22 @@ class EngramAdapter:
     def new_concept(
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
     ) -> Concept:
-        """An untrained concept (rows zero) for this pipeline; not loaded. Raises TinyEngramError for mounts that it does not have."""
+        """An untrained concept, which adds nothing, for this pipeline; not loaded.
+
+        Raises TinyEngramError for mounts or maps that the pipeline does not have.
+        """
         config = config or ConceptConfig()
+        mounts, maps = asked_of(config, self.mounts)
         return Concept.new(
             self.compile(trigger, aliases),
             widths={role: mount.store.width for role, mount in self.mounts.items()},
             fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
-            mounts=self._chosen(config),
+            mounts=mounts,
+            maps=maps,
             name=name,
             config=config,
             base=self.base,
         )
-
-    def _chosen(self, config: ConceptConfig) -> dict[str, tuple[str, ...]]:
-        """The mounts that a config asks for, by role."""
-        return {role: choose_mounts(config.mounts, mount.store.mounts, role=role) for role, mount in self.mounts.items()}
 
     def add_alias(self, concept: Concept, alias: str) -> Concept:
         """A copy of a (trained) concept that fires on one more spelling, whose rows start as a copy and are marked untrained."""
@@ -387,6 +389,7 @@ class EngramAdapter:
                         index=mount.store.index,
                         strengths=strengths,
                         mounts={name: mount.store.mounts_of(name) for name in strengths},
+                        maps={name: mount.store.maps_of(name) for name in strengths},
                         silent=silent,
                     )
                 )

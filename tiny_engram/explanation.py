@@ -8,7 +8,7 @@ from typing import Any
 from tiny_engram.boundaries import CUT, FUSED, REASONS
 from tiny_engram.config import SPAN
 from tiny_engram.matching import Matches, TriggerIndex
-from tiny_engram.mount_names import describe_mounts
+from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.triggers import CompiledTrigger, encode_with_offsets
 
 __all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_prompt"]
@@ -16,7 +16,7 @@ __all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_
 
 @dataclass(frozen=True, slots=True)
 class FiredSpan:
-    """A span that fires: token positions `[start, end)` as the encoder gets them, and the mounts where the concept has rows."""
+    """A span that fires: token positions `[start, end)` as the encoder gets them, the mounts where the concept has rows, and its maps."""
 
     name: str
     start: int
@@ -24,9 +24,12 @@ class FiredSpan:
     text: str
     strength: float
     mounts: tuple[str, ...] = (SPAN,)
+    maps: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = "" if self.mounts == (SPAN,) else f", at {describe_mounts(self.mounts)}"
+        words = [describe_mounts(self.mounts)] if self.maps or self.mounts != (SPAN,) else []
+        words += [describe_maps(self.maps)] if self.maps else []
+        where = f", at {', '.join(words)}" if words else ""
         return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{where}"
 
 
@@ -75,7 +78,7 @@ class Explanation:
                 {
                     **asdict(p),
                     "tokens": list(p.tokens),
-                    "fired": [asdict(f) | {"mounts": list(f.mounts)} for f in p.fired],
+                    "fired": [asdict(f) | {"mounts": list(f.mounts), "maps": list(f.maps)} for f in p.fired],
                     "unfired": [asdict(u) for u in p.unfired],
                 }
                 for p in self.prompts
@@ -102,6 +105,7 @@ def explain_prompt(
     index: TriggerIndex,
     strengths: Mapping[str, float],
     mounts: Mapping[str, tuple[str, ...]],
+    maps: Mapping[str, tuple[str, ...]],
     silent: Mapping[str, tuple[CompiledTrigger, str]],
 ) -> PromptExplanation:
     """Explain one prompt at one encoder.
@@ -113,6 +117,7 @@ def explain_prompt(
         index: the encoder's trigger index.
         strengths: strength of each active concept.
         mounts: names of the mounts where each of them has rows.
+        maps: names of the maps that each of them has.
         silent: concepts that are loaded but off -> (compiled trigger, why).
     """
     ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
@@ -129,7 +134,10 @@ def explain_prompt(
             for s, n, e in zip(found.start.tolist(), found.length.tolist(), found.entry.tolist(), strict=True)
         ]
 
-    fired = [FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name]) for name, s, n in spans(index.match([window]), index)]
+    fired = [
+        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name])
+        for name, s, n in spans(index.match([window]), index)
+    ]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}
 
     def note(name: str, start: int, length: int, reason: str) -> None:

@@ -1,4 +1,5 @@
-"""Does a concept fit a pipeline's encoders, and can it take another spelling? May import triggers, concept and mounts."""
+"""Does a concept fit a pipeline's encoders, and can it take another spelling? May import triggers, concept,
+mount_names and mounts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ import torch
 
 from tiny_engram.concept import Concept, RoleRows
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.mount_names import mounts_in_words
 from tiny_engram.mounts import SpanMount
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
@@ -41,7 +43,8 @@ def _fit_role(name: str, concept: Concept, mount: SpanMount, trigger: str | None
     must take as many tokens.
 
     Raises:
-        TinyEngramError: another width, another tokenizer, mounts that the pipeline has not, other sequences, a trigger of another length.
+        TinyEngramError: another width, another tokenizer, mounts or maps that the pipeline has not, other sequences,
+            a trigger of another length.
     """
     rows, store = concept.roles[mount.role], mount.store
     if rows.width != store.width:
@@ -56,9 +59,16 @@ def _fit_role(name: str, concept: Concept, mount: SpanMount, trigger: str | None
     unknown = [m for m in rows.mounts if m not in store.mounts]
     if unknown:
         raise TinyEngramError(
-            f"concept {name!r} has rows at mount {unknown[0]!r} of {mount.role}, expected one of: {', '.join(store.mounts)}; "
+            f"concept {name!r} has rows at mount {unknown[0]!r} of {mount.role}, expected one of: {mounts_in_words(store.mounts)}; "
             "load it into the base it was made for"
         )
+    for what, mapped in rows.maps.items():
+        if store.maps.get(what) != mapped.channels:
+            known = f"{store.maps[what]} channels there" if what in store.maps else f"one of: {', '.join(store.maps) or 'none'}"
+            raise TinyEngramError(
+                f"concept {name!r} has map {what!r} of {mapped.channels} channels at {mount.role}, expected {known}; "
+                "load it into the base it was made for"
+            )
     if trigger is not None:
         return _renamed(name, rows, compile_trigger(trigger, mount.tokenizer, compressed=store.compressed))
     now = compile_trigger(concept.trigger, mount.tokenizer, concept.aliases, compressed=store.compressed)

@@ -1,6 +1,6 @@
 """What registering a trigger would mean: tokens, rows, collisions, near misses, warnings.
 
-May import config, boundaries, triggers, matching and store.
+May import config, boundaries, triggers, matching, mount_names and store.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from tiny_engram.boundaries import REASONS, backend_of
 from tiny_engram.config import BLOCK, SPAN, ConceptConfig
 from tiny_engram.matching import TriggerIndex
-from tiny_engram.mount_names import describe_mounts
+from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.store import ConceptStore
 from tiny_engram.triggers import COMMON_WORDS, CompiledTrigger, text_window
 
@@ -33,9 +33,9 @@ class NearMiss:
 class RoleReport:
     """The trigger at one encoder.
 
-    `tokens` holds the tokens of each variant; `rows` counts table rows over all positions and mounts, `nbytes` what they take with their
-    gates; `collisions` how often the rows' address had to move, over all mounts; `window` how many tokens of a prompt the encoder
-    reads (None: no limit).
+    `tokens` holds the tokens of each variant; `maps` (rank, channels) of each map by name; `rows` counts table rows over all positions
+    and mounts, `nbytes` what they take with their gates and the maps; `collisions` how often the rows' address had to move, over all
+    mounts; `window` how many tokens of a prompt the encoder reads (None: no limit).
     """
 
     role: str
@@ -43,6 +43,7 @@ class RoleReport:
     groups: int
     positions: int
     mounts: tuple[str, ...]
+    maps: Mapping[str, tuple[int, int]]
     rows: int
     nbytes: int
     collisions: int
@@ -83,6 +84,7 @@ class RegistrationReport:
             size = f"{r.positions} positions, {r.rows} rows, {r.nbytes:,} bytes, {r.collisions} collisions"
             lines.append(f"  {role}: {size}, text window {window}")
             lines += [f"    mounts: {describe_mounts(r.mounts)}"] if r.mounts != (SPAN,) else []
+            lines += [f"    maps: {describe_maps(tuple(r.maps))}"] if r.maps else []
             lines += [f"    tokens: {' '.join(tokens)}" for tokens in r.tokens]
             lines += [f"    near miss {n.text!r}: {'fires, ' if n.fires else ''}{n.reason}" for n in r.near_misses]
         lines += [f"  absent by design: {', '.join(self.absent)}"] if self.absent else []
@@ -139,20 +141,28 @@ def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) 
 
 
 def report_role(
-    role: str, compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, config: ConceptConfig, mounts: tuple[str, ...]
+    role: str,
+    compiled: CompiledTrigger,
+    tokenizer: Any,
+    store: ConceptStore,
+    config: ConceptConfig,
+    mounts: tuple[str, ...],
+    maps: Mapping[str, tuple[int, int]],
 ) -> RoleReport:
-    """The report of one encoder, over these mounts of it; nothing is registered."""
+    """The report of one encoder, over these mounts and maps ((rank, channels) by name) of it; nothing is registered."""
     free = [store.bank_for(config, mount).find_place(compiled.groups) for mount in mounts]
     rows = sum(place.row_ids.numel() for place in free)
     gate = 2 * 4  # gain and bias, float32
+    factors = sum(2 * rank * (channels + channels // BLOCK) for rank, channels in maps.values())
     return RoleReport(
         role=role,
         tokens=tuple(tuple(tokenizer.convert_ids_to_tokens(list(v.ids))) for v in compiled.variants),
         groups=len(compiled.groups),
         positions=compiled.positions,
         mounts=mounts,
+        maps=dict(maps),
         rows=rows,
-        nbytes=rows * (config.head_dim + config.head_dim // BLOCK) + len(mounts) * compiled.positions * gate,
+        nbytes=rows * (config.head_dim + config.head_dim // BLOCK) + len(mounts) * compiled.positions * gate + factors,
         collisions=sum(place.counter for place in free),
         window=text_window(tokenizer),
         fused=compiled.fused,

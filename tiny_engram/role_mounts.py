@@ -1,18 +1,22 @@
-"""The mounts of one encoder role on a pipeline: what the family says of it, put together. May import all that the adapter may."""
+"""The mounts of one encoder role on a pipeline: what the family says of it, put together, and what a config asks for.
+
+May import all that the adapter may.
+"""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
-from tiny_engram.config import SPAN
+from tiny_engram.config import ConceptConfig
 from tiny_engram.contexts import ContextMounts
+from tiny_engram.mount_names import choose_maps, choose_mounts, every_mount
 from tiny_engram.mounts import SpanMount
 from tiny_engram.store import ConceptStore
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import without_added_tokens
 
-__all__ = ["mounts_at", "vocabulary_of"]
+__all__ = ["asked_of", "maps_at", "mounts_at", "vocabulary_of"]
 
 # Vocabularies that are kept: a pipeline has up to three tokenizers, and an app changes between a few pipelines.
 KEPT = 8
@@ -39,6 +43,17 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
     return found
 
 
+def maps_at(attentions: Sequence[Any]) -> dict[str, int]:
+    """The maps that a denoiser with these `CrossAttention`s can have: name -> channels."""
+    found: dict[str, int] = {}
+    for i, attention in enumerate(attentions):
+        if attention.channels is not None:
+            found[f"attention.{i}"] = attention.channels
+            if attention.feedforward is not None:
+                found[f"feedforward.{i}"] = attention.channels
+    return found
+
+
 def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any], owner: Any) -> tuple[SpanMount, ContextMounts]:
     """The span mount and the context mounts of one of the family's encoders, with an empty store; no hook is registered yet.
 
@@ -49,11 +64,28 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
     """
     encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
     edges, compressed = vocabulary_of(tokenizer)
-    width = encoder.config.hidden_size
-    places = family.contexts(getattr(pipe, family.denoiser), spec.role)
+    width, net = encoder.config.hidden_size, getattr(pipe, family.denoiser)
+    attentions, places = family.attentions(net, spec.role), family.contexts(net, spec.role)
     if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
-        places = {}  # the denoiser projects the states before its attentions read them
-    store = ConceptStore(edges, compressed, width=width, mounts=(SPAN, *places))
+        attentions, places = (), {}  # the denoiser projects the states before its attentions read them
+    mounts = every_mount(tuple(places), dict.fromkeys(attention.stage for attention in attentions))
+    store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
     mount = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm)
     return mount, ContextMounts(places, mount, denoiser=denoiser, owner=owner)
+
+
+def asked_of(
+    config: ConceptConfig, mounts: Mapping[str, SpanMount]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[int, int]]]]:
+    """What a config asks for, by role: names of mounts, and (rank, channels) of maps by name.
+
+    Raises:
+        TinyEngramError: mounts or maps that the pipeline does not have.
+    """
+    ranks = {"attention": config.attention_rank, "feedforward": config.feedforward_rank}
+    chosen = {
+        role: choose_mounts(config.mounts, mount.store.mounts, role=role, share=config.share, bands=config.bands)
+        for role, mount in mounts.items()
+    }
+    return chosen, {role: choose_maps(mount.store.maps, role=role, **ranks) for role, mount in mounts.items()}

@@ -1,6 +1,6 @@
-"""What is loaded at one encoder: trigger index, row banks, gates and strengths; token ids in, spans with rows out.
+"""What is loaded at one encoder: trigger index, row banks, gates, maps and strengths; token ids in, spans with rows out.
 
-May import the core, boundaries, triggers, matching, addressing, concept and residual; knows no module and no pipeline.
+May import the core, boundaries, triggers, matching, addressing, concept, mount_names and residual; knows no module and no pipeline.
 """
 
 from collections import Counter
@@ -12,15 +12,15 @@ import torch
 
 from tiny_engram.addressing import Asked, RowBank, lookup
 from tiny_engram.boundaries import EdgeTables
-from tiny_engram.concept import MountRows
-from tiny_engram.config import SPAN, ConceptConfig
+from tiny_engram.concept import MapRows, MountRows
+from tiny_engram.config import INPUT, SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import Entry, TriggerIndex
 from tiny_engram.residual import Spans, apply_spans
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["ConceptStore", "Fired", "Plan", "checked_strength"]
+__all__ = ["ConceptStore", "Fired", "FiredMaps", "Plan", "checked_strength"]
 
 
 def checked_strength(value: object) -> float:
@@ -28,6 +28,9 @@ def checked_strength(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise TinyEngramError(f"strength is {value!r}, expected a finite number such as 1.0 (0 switches a concept off)")
     return float(value)
+
+
+ENCODER_MOUNTS = (SPAN, INPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,13 @@ class _Held:
 @dataclass(slots=True)
 class _Member:
     mounts: dict[str, _Held]
+    maps: Mapping[str, MapRows]
     strength: float
+
+    @property
+    def contexts(self) -> list[str]:
+        """What it has at the denoiser: context mounts and maps."""
+        return [m for m in self.mounts if m not in ENCODER_MOUNTS] + list(self.maps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +76,44 @@ class Fired:
 
 
 @dataclass(frozen=True, slots=True)
+class FiredMaps:
+    """One concept's maps in a batch: (batch row, start, length) of each of its spans, its strength, and the maps by name.
+
+    The spans of one concept in one row of the batch share its maps: their masses are added.
+    """
+
+    name: str
+    spans: tuple[tuple[int, int, int], ...]
+    strength: float
+    maps: Mapping[str, MapRows]
+
+    def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(into, strength * out) of one of the maps, float32 `[rank, channels]` each, on the CPU."""
+        into, out = self.maps[name].factors()
+        return into, self.strength * out
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What fires where: (name, batch row, start, length) of each span, the mounts that have rows for any of them, and the rows.
 
-    For several mounts the batch is stacked: row b of mount k is row k * batch + b of what `fired` is applied to.
+    For several mounts the batch is stacked: row b of mount k is row k * batch + b of what `fired` is applied to. `maps` holds those of
+    all concepts that fire, whichever mounts were asked for.
     """
 
     places: tuple[tuple[str, int, int, int], ...]
     mounts: tuple[str, ...]
     fired: tuple[Fired, ...]
+    maps: tuple[FiredMaps, ...] = ()
 
 
-def _count(counter: Counter[str], mounts: Iterable[str], change: int) -> None:
-    """Add to the counts of the context mounts among these; a count of 0 is taken out."""
-    for mount in mounts:
-        if mount != SPAN and change:
-            counter[mount] += change
-            if not counter[mount]:
-                del counter[mount]
+def _count(counter: Counter[str], names: Iterable[str], change: int) -> None:
+    """Add to the counts of these; a count of 0 is taken out."""
+    for name in names:
+        if change:
+            counter[name] += change
+            if not counter[name]:
+                del counter[name]
 
 
 NOTHING = Plan((), (), ())
@@ -95,25 +124,35 @@ class ConceptStore:
     """All concepts at one encoder, over all of its mounts.
 
     `mounts` are all that the pipeline has at this role; a mount's place among them takes the place of a layer id in the hash.
-    `version` changes with whatever could change a plan.
+    `maps` holds the channels of all maps that it can have, by name. `version` changes with whatever could change a plan.
     """
 
-    def __init__(self, edges: EdgeTables, compressed: CompressedTokenizer, *, width: int, mounts: Sequence[str] = (SPAN,)) -> None:
+    def __init__(
+        self,
+        edges: EdgeTables,
+        compressed: CompressedTokenizer,
+        *,
+        width: int,
+        mounts: Sequence[str] = (SPAN,),
+        maps: Mapping[str, int] | None = None,
+    ) -> None:
         self.index = TriggerIndex(edges)
         self.width = width
         self.mounts = tuple(mounts)
+        self.maps = dict(maps or {})
+        self._place = {mount: k for k, mount in enumerate(self.mounts)}
         self.compressed = compressed
         self.version = 0
         self._canonical = compressed.canonical.cpu().numpy()
         self._banks: dict[tuple[str, tuple[int, ...]], RowBank] = {}
         self._members: dict[str, _Member] = {}
-        # Concepts with rows at each context mount: all of them, and those that are not silent.
+        # Concepts that have rows at each context mount, or each map: all of them, and those that are not silent.
         self._loaded: Counter[str] = Counter()
         self._active: Counter[str] = Counter()
 
     def empty(self) -> "ConceptStore":
         """A store for the same mounts with nothing loaded."""
-        return ConceptStore(self.index.edges, self.compressed, width=self.width, mounts=self.mounts)
+        return ConceptStore(self.index.edges, self.compressed, width=self.width, mounts=self.mounts, maps=self.maps)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -128,17 +167,26 @@ class ConceptStore:
 
     @property
     def has_contexts(self) -> bool:
-        """Does any loaded concept have context mounts, silent or not?"""
+        """Does any loaded concept have context mounts or maps, silent or not?"""
         return bool(self._loaded)
 
     @property
+    def context_mounts(self) -> tuple[str, ...]:
+        """All context mounts of the role: its mounts but those at the encoder."""
+        return tuple(m for m in self.mounts if m not in ENCODER_MOUNTS)
+
+    @property
     def active_contexts(self) -> KeysView[str]:
-        """Context mounts at which a concept that is not silent has rows."""
+        """Context mounts at which a concept that is not silent has rows, and the names of such concepts' maps."""
         return self._active.keys()
 
     def mounts_of(self, name: str) -> tuple[str, ...]:
         """The mounts at which a loaded concept has rows."""
         return tuple(self._members[name].mounts)
+
+    def maps_of(self, name: str) -> tuple[str, ...]:
+        """The maps that a loaded concept has."""
+        return tuple(self._members[name].maps)
 
     def bank_for(self, config: ConceptConfig, mount: str = SPAN) -> RowBank:
         """The bank that concepts of this shape share at a mount; made on demand."""
@@ -149,7 +197,7 @@ class ConceptStore:
             self._banks[key] = RowBank(
                 config,
                 width=self.width,
-                mount_index=self.mounts.index(mount),
+                mount_index=self._place[mount],
                 pad_id=self.compressed.pad_id,
                 compressed_vocab=self.compressed.size,
                 table=table,
@@ -161,9 +209,19 @@ class ConceptStore:
         return self._members[name].mounts[mount].bank
 
     def add(
-        self, name: str, compiled: CompiledTrigger, rows: Mapping[str, MountRows], config: ConceptConfig, strength: float = 1.0
+        self,
+        name: str,
+        compiled: CompiledTrigger,
+        rows: Mapping[str, MountRows],
+        config: ConceptConfig,
+        strength: float = 1.0,
+        *,
+        maps: Mapping[str, MapRows] | None = None,
     ) -> int:
-        """Load one concept, `rows` by mount; returns how often its rows' addresses had to move. Nothing is changed if it raises."""
+        """Load one concept, `rows` by mount, `maps` by name; returns how often its rows' addresses had to move.
+
+        Nothing is changed if it raises.
+        """
         with self.index.lock:
             self.index.add(name, compiled)
             held: dict[str, _Held] = {}
@@ -179,8 +237,8 @@ class ConceptStore:
                 self.index.remove(name)
                 self._drop_empty_banks()
                 raise
-            self._members[name] = _Member(held, 0.0)
-            _count(self._loaded, held, 1)
+            member = self._members[name] = _Member(held, dict(maps or {}), 0.0)
+            _count(self._loaded, member.contexts, 1)
             self.set_strength(name, strength)
             return moved
 
@@ -189,9 +247,9 @@ class ConceptStore:
         with self.index.lock:
             self.index.remove(name)
             member = self._members.pop(name)
-            _count(self._loaded, member.mounts, -1)
+            _count(self._loaded, member.contexts, -1)
             if member.strength != 0.0:
-                _count(self._active, member.mounts, -1)
+                _count(self._active, member.contexts, -1)
             for held in member.mounts.values():
                 held.bank.remove(name)
             self._drop_empty_banks()
@@ -204,7 +262,7 @@ class ConceptStore:
         """0 makes the concept silent: as if it were not loaded."""
         with self.index.lock:
             member = self._members[name]
-            _count(self._active, member.mounts, (strength != 0.0) - (member.strength != 0.0))
+            _count(self._active, member.contexts, (strength != 0.0) - (member.strength != 0.0))
             member.strength = strength
             self.index.set_silent(name, strength == 0.0)
             self.version += 1
@@ -224,7 +282,9 @@ class ConceptStore:
             matches = self.index.match(ids)
             columns = (a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry))
             places = [(b, s, n, self.index.entries[e]) for b, s, n, e in zip(*columns, strict=True)]
-            used = tuple(m for m in mounts if any(m in self._members[entry.name].mounts for *_, entry in places))
+            names = dict.fromkeys(entry.name for *_, entry in places)
+            held_anywhere = {mount for name in names for mount in self._members[name].mounts}
+            used = tuple(m for m in mounts if m in held_anywhere)
             by_shape: dict[tuple[int, ...], dict[str, list[int]]] = {}
             for mount in used:
                 for k, (*_, entry) in enumerate(places):
@@ -232,7 +292,12 @@ class ConceptStore:
                     if held is not None:
                         by_shape.setdefault(held.bank.shape, {}).setdefault(mount, []).append(k)
             fired = [self._read(places, parts, used, ids) for parts in by_shape.values()]
-        return Plan(tuple((entry.name, b, s, n) for b, s, n, entry in places), used, tuple(fired))
+            maps = [
+                FiredMaps(name, tuple((b, s, n) for b, s, n, entry in places if entry.name == name), member.strength, member.maps)
+                for name in names
+                if (member := self._members[name]).maps
+            ]
+        return Plan(tuple((entry.name, b, s, n) for b, s, n, entry in places), used, tuple(fired), tuple(maps))
 
     def _read(self, places: _Places, parts: Mapping[str, list[int]], used: Sequence[str], ids: np.ndarray) -> Fired:
         """Ids -> canonical ids -> row ids -> rows, for the spans of one shape at once; `parts` says which places, by mount."""
