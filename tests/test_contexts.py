@@ -36,7 +36,7 @@ def adapter(attached):
     yield adapter
     adapter.enable_concepts()
     adapter.unload_concept()
-    assert not adapter.contexts["clip_l"]._hooks
+    assert not adapter.contexts["clip_l"].hooks
 
 
 def names_of(adapter) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ class Reads:
     """Inside, what the named projections of a denoiser read, after all hooks that were there before."""
 
     def __init__(self, adapter):
-        self.modules = {name: hook.module for name, hook in adapter.contexts["clip_l"]._hooks.items()}
+        self.modules = {name: hook.module for name, hook in adapter.contexts["clip_l"].hooks.items()}
         self.seen: dict[str, list[torch.Tensor]] = {name: [] for name in self.modules}
 
     def __enter__(self):
@@ -287,7 +287,7 @@ def test_every_way_of_switching_off_is_the_base_also_for_kept_embeddings(tiny):
         half = tiny.picture(pipe, None, **kept)
         assert not torch.equal(half, ours) and torch.equal(half, tiny.picture(pipe, PROMPT))
         adapter.unload_concept()
-        assert torch.equal(tiny.picture(pipe, None, **kept), base) and not adapter.contexts["clip_l"]._hooks
+        assert torch.equal(tiny.picture(pipe, None, **kept), base) and not adapter.contexts["clip_l"].hooks
         adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=SIDES))
     finally:
         adapter.detach()
@@ -355,7 +355,7 @@ def test_mounts_that_the_pipeline_has_not_are_refused(tiny, adapter):
     foreign = Concept.new(adapter.compile("zqx"), **about)
     with pytest.raises(TinyEngramError, match="'zqx' has rows at mount 'context.4.key' of clip_l, expected one of: span, context.0.key"):
         adapter.load_concept(foreign)
-    assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"]._hooks
+    assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"].hooks
 
 
 def test_reports_count_rows_and_bytes_of_all_mounts(tiny, adapter):

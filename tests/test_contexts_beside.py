@@ -166,7 +166,7 @@ def test_a_projection_that_does_not_follow_its_hook_fails_at_loading(tiny):
     stubborn.__class__ = type("Stubborn", (torch.nn.Linear,), {"__call__": torch.nn.Linear.forward})
     with pytest.raises(MountError, match="UNet2DConditionModel does not follow the concepts at context.1.value; detach"):
         adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=SIDES))
-    assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"]._hooks
+    assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"].hooks
 
 
 def test_copies_and_replaced_denoisers_are_told(tiny, loaded):

@@ -1,15 +1,15 @@
-"""Context mounts: residuals in what the denoiser's cross-attentions read, at the trigger's positions only. May import encoded, mounts,
-residual and store; nothing of diffusers.
+"""Context mounts: residuals in what the denoiser's cross-attentions read, at the trigger's positions only; and the maps there. May
+import context_plan, encoded, following, map_mounts, maps, mounts and store; nothing of diffusers.
 
 A pre-hook on each key and value projection puts another tensor in the place of the text states. All of them are made in one pass, once
-for each prompt tensor that the denoiser is given; the steps after that find them by the tensor itself. Where the trigger stands is
-told by the rows' content, never by their place in the batch.
+for each prompt tensor that the denoiser is given; the steps after that find them by the tensor itself, each those of its timestep.
+Where the trigger stands is told by the rows' content, never by their place in the batch; for the maps too.
 """
 
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from tiny_engram.context_plan import ContextLayout, Contexts, PlannedContexts
+from tiny_engram.following import FollowingHooks
+from tiny_engram.map_mounts import MapMounts
+from tiny_engram.maps import GivenMaps
 from tiny_engram.mounts import CallHook, MountError, SpanMount
 
 __all__ = ["ContextMounts"]
 
-NOTHING: Mapping[str, torch.Tensor] = {}
+NOTHING = Contexts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +36,32 @@ class _Entry:
 
     tensor: Callable[[], torch.Tensor | None]
     state: tuple[Any, ...]
-    contexts: Mapping[str, torch.Tensor]
+    contexts: Contexts
 
 
 class _Thread(threading.local):
-    """`seen` are the mounts that read something in this thread's denoiser call; `given` is set while training gives the contexts."""
+    """`seen` are the places that read something in this thread's denoiser call, `timestep` what it was called with and `timesteps` the
+    same as numbers; `given` is set while training gives the contexts."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.given = self.probing = False
+        self.timestep: Any = None
+        self.timesteps: Sequence[float] | None = None
 
 
 class ContextMounts:
     """The context mounts of one role on one denoiser.
 
-    `places` maps each mount's name to the module and the attribute under which its projection is found: PEFT and others put their own
-    layers there, and the hook follows. `denoiser` gives the pipeline's present one. Hooks are in place while a concept with context mounts
-    is loaded, or inside `held()`; on a compiled denoiser they stay.
+    Hooks are in place while a concept with context mounts or maps is loaded, or inside `held()`; those of the maps while one with maps
+    is, or maps were given. On a compiled denoiser they stay.
+
+    Args:
+        places: name of each place -> the module and the attribute under which its projection is found: PEFT and others put their own
+            layers there, and the hook follows.
+        attentions: the cross-attentions of these places, in running order: `.module`, `.stage`, and the transformer `.block` around it.
+        denoiser: gives the pipeline's present one.
+        training_timesteps: gives the number of timesteps of the pipeline's present scheduler.
     """
 
     def __init__(
@@ -56,21 +69,43 @@ class ContextMounts:
         places: Mapping[str, tuple[nn.Module, str]],
         mount: SpanMount,
         *,
+        attentions: Sequence[Any],
         denoiser: Callable[[], nn.Module | None],
+        training_timesteps: Callable[[], int],
         owner: Any,
     ) -> None:
         self.names = tuple(places)
         self.mount = mount
-        self.seconds = 0.0
+        self.layout = ContextLayout(mount.store.mounts, [a.stage for a in attentions], training_timesteps=training_timesteps)
+        self._seconds = 0.0
         self._denoiser = denoiser
-        self._places = {name: (weakref.ref(module), attribute) for name, (module, attribute) in places.items()}
-        self._owner = owner
-        self._hooks: dict[str, CallHook] = {}
+        self._following = FollowingHooks(owner)
+        for name, (module, attribute) in places.items():
+            self._following.add(name, module, attribute, partial(self._read, name), pre=True)
+        mapped = {i: a for i, a in enumerate(attentions) if f"attention.{i}" in mount.store.maps}
+        feedforwards = {i: (a.block, "ff") for i, a in mapped.items() if f"feedforward.{i}" in mount.store.maps}
+        self._maps = MapMounts({i: a.module for i, a in mapped.items()}, feedforwards, denoiser=self._called, owner=owner)
+        # The place whose projection sees the text states as the denoiser was given them -> its cross-attention.
+        self._keys = {f"context.{i}.key": i for i in mapped}
         self._entries: dict[int, _Entry] = {}
         self._last_given: int | None = None
         self._holders = 0
+        self._maps_held = False
         self._verified = -1
         self._thread = _Thread()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in the hooks."""
+        return self._seconds + self._maps.seconds
+
+    @property
+    def hooks(self) -> Mapping[str, CallHook]:
+        """The hooks that are in place, by name of the place, those of the maps among them."""
+        return {**self._following.hooks, **self._maps.following.hooks}
+
+    def _called(self) -> str:
+        return type(self._denoiser()).__name__
 
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 
@@ -78,23 +113,31 @@ class ContextMounts:
         """Bring the hooks in line with what is loaded; new ones are probed. Changes nothing if it raises.
 
         Raises:
-            MountError: the denoiser was compiled without them, or a projection does not read what its hook gives.
+            MountError: the denoiser was compiled without them, or a module does not take what its hook gives.
         """
-        wanted = bool(self._holders) or self.mount.store.has_contexts
-        if wanted and not self._hooks:
+        store = self.mount.store
+        self._bring(self._following, bool(self._holders) or store.has_contexts, "context mounts", self._probe)
+        self._bring(self._maps.following, self._maps_held or store.has_maps, "maps", self._maps.probe)
+        if not self._following:
+            self._entries.clear()
+
+    def _bring(self, following: FollowingHooks, wanted: bool, what: str, probe: Callable[[], list[str]]) -> None:
+        if wanted and not following:
             if self._compiled():
                 raise MountError(
-                    f"{type(self._denoiser()).__name__} was compiled before a concept with context mounts was loaded, so it would not "
-                    "see it; attach and load the first such concept before torch.compile"
+                    f"{self._called()} was compiled before a concept with {what} was loaded, so it would not see it; attach and load the "
+                    "first such concept before torch.compile"
                 )
-            self._follow()
+            following.follow()
             try:
-                self._probe()
+                dead = probe()
+                if dead:
+                    raise MountError(f"{self._called()} does not follow the concepts at {', '.join(dead)}; detach what wraps it")
             except BaseException:
-                self._drop()
+                following.drop()
                 raise
-        elif not wanted and self._hooks and not self._compiled():
-            self._drop()
+        elif not wanted and following and not self._compiled():
+            following.drop()
 
     def _compiled(self) -> bool:
         """Was torch.compile called on the denoiser or a part of it? Graphs keep the hooks that they were made with, and take no others."""
@@ -104,18 +147,14 @@ class ContextMounts:
 
     def detach(self) -> None:
         """Take all hooks out."""
-        self._holders = 0
-        self._drop()
-
-    def _drop(self) -> None:
-        for hook in self._hooks.values():
-            hook.detach()
-        self._hooks.clear()
+        self._holders, self._maps_held = 0, False
+        self._following.drop()
+        self._maps.drop()
         self._entries.clear()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hooks in place inside, whatever is loaded: for training."""
+        """Hooks in place inside, whatever is loaded: for training. Those of the maps come when the first ones are given."""
         self._holders += 1
         try:
             self.settle()
@@ -124,33 +163,17 @@ class ContextMounts:
             self._holders -= 1
             if self._last_given is not None:
                 self._entries.pop(self._last_given, None)
+            self._maps_held = self._maps_held and bool(self._holders)
             self.settle()
 
-    def _follow(self) -> None:
-        """A hook on each projection that stands at its place now."""
-        for name, (place, attribute) in self._places.items():
-            module = getattr(place(), attribute, None)
-            hook = self._hooks.get(name)
-            if hook is None or hook.module is not module:
-                if hook is not None:
-                    hook.detach()
-                if module is None:
-                    continue  # gone: said after the call, by what was not read
-                hook = self._hooks[name] = CallHook(module, partial(self._read, name), self._owner, pre=True, strict=True)
-            hook.attach()
-
-    def _probe(self) -> None:
-        """Does each projection read what its hook gives? Those whose weights are elsewhere (offloaded) are seen at the first call."""
-        dead = []
+    def _probe(self) -> list[str]:
+        """Names of the projections that do not read what their hook gives."""
+        dead: list[str] = []
         self._thread.probing = True
         try:
-            for name, hook in self._hooks.items():
-                module = hook.module
-                weight = getattr(module, "weight", None)
-                if module is None or not isinstance(weight, torch.Tensor) or weight.is_meta or not weight.is_floating_point():
-                    continue
+            for name, _, module, weight in self._following.live():
                 read, other = torch.zeros(2, 1, 2, self.mount.store.width, device=weight.device, dtype=weight.dtype).unbind(0)
-                self._keep(read, {name: other})
+                self._keep(read, Contexts({name: other}))
                 got: list[Any] = []
                 handle = module.register_forward_hook(lambda module, args, output, got=got: got.append(args[0]))
                 try:
@@ -162,81 +185,100 @@ class ContextMounts:
                     dead.append(name)
         finally:
             self._thread.probing = False
-        if dead:
-            raise MountError(f"{type(self._denoiser()).__name__} does not follow the concepts at {', '.join(dead)}; detach what wraps it")
+        return dead
 
     # -- around the denoiser -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Before a call of the denoiser."""
-        if self._hooks:
-            self._follow()
+    def begin(self, timestep: Any) -> None:
+        """Before a call of the denoiser at a timestep: a number, or a tensor `[]`, `[1]` or `[batch]`."""
+        if self._following:
+            self._following.follow()
+            self._maps.begin()
             self._thread.seen = set()
+            self._thread.timestep, self._thread.timesteps = timestep, None
 
     def finish(self) -> None:
-        """After it. Raises MountError if a mount with rows was passed by; looked at once after each change of the concepts."""
+        """After it. Raises MountError if a place with rows or a map was passed by; looked at once after each change of the concepts."""
+        self._thread.timestep = self._thread.timesteps = None
         store = self.mount.store
         if self._verified == store.version or not store.active_contexts:
             return
-        passed = sorted(store.active_contexts - self._thread.seen)
-        if passed:
-            raise self._unread(passed)
+        needed = {place for name in store.active_contexts for place in self.layout.places_of(name)}
+        self._raise_unread(needed)
         self._verified = store.version
 
-    def _unread(self, names: list[str]) -> MountError:
-        return MountError(
-            f"{type(self._denoiser()).__name__} ran without reading through {', '.join(names)} of {self.mount.role}, so no concept "
-            "reached it there; undo fused projections (pipe.unfuse_qkv_projections()), or use attention that calls to_k and to_v"
-        )
+    def _raise_unread(self, needed: set[str]) -> None:
+        passed = sorted(needed - self._thread.seen - self._maps.seen)
+        if passed:
+            raise MountError(
+                f"{self._called()} ran without reading through {', '.join(passed)} of {self.mount.role}, so no concept reached it there; "
+                "undo fused projections (pipe.unfuse_qkv_projections()), or use attention that calls to_q, to_k, to_v and to_out"
+            )
+
+    def _timesteps(self) -> Sequence[float]:
+        """The timesteps of this thread's call of the denoiser; read off the device once in it, and only where bands ask for them."""
+        thread = self._thread
+        if thread.timesteps is None:
+            if thread.timestep is None:
+                raise MountError(
+                    f"{self._called()} reads text states outside of a call that tells a timestep, so the band of a concept's rows is "
+                    "unknown; call it whole, with timestep, and without gradient checkpoints, or disable_concepts()"
+                )
+            thread.timesteps = torch.as_tensor(thread.timestep).flatten().tolist()
+        return thread.timesteps
 
     # -- contexts ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def giving(self, states: torch.Tensor, contexts: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """For training: inside, the denoiser is called with `states`, and each named mount reads its own context instead.
+    def giving(self, states: torch.Tensor, contexts: Mapping[str, torch.Tensor], maps: GivenMaps | None = None) -> Iterator[None]:
+        """For training: inside, the denoiser is called with `states`, each named place reads its own context instead, and maps add.
 
-        Contexts are like `states` `[batch, time, width]`. They stay bound to that very tensor until the next ones are given, so that
-        gradient checkpoints, which run parts of the denoiser again in the backward pass, read the same.
+        Contexts are like `states` `[batch, time, width]`, by name of the place, "context.{i}.key". They and the maps stay bound to that
+        very tensor until the next ones are given, so that gradient checkpoints, which run parts of the denoiser again in the backward
+        pass, read the same.
 
         Raises:
-            MountError: the denoiser read other states, or did not read at one of the mounts.
+            MountError: the denoiser read other states, or did not read at one of the places.
         """
-        if not contexts:
+        if not contexts and maps is None:
             yield
             return
+        if maps is not None and not self._maps_held:
+            self._maps_held = bool(self._holders)
+            self.settle()
         if self._last_given is not None:
             self._entries.pop(self._last_given, None)
-        self._follow()
+        self._following.follow()
+        self._maps.begin()
         self._last_given = id(states)
-        self._keep(states, contexts)
+        self._keep(states, Contexts(contexts, () if maps is None else (maps,)))
         self._thread.given, self._thread.seen = True, set()
         try:
             yield
         finally:
             self._thread.given = False
-        passed = sorted(set(contexts) - self._thread.seen)
-        if passed:
-            raise self._unread(passed)
+        self._raise_unread({*contexts, *(() if maps is None else maps.factors)})
 
     def _read(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """One projection's pre-hook."""
         begin = time.perf_counter()
         self._thread.seen.add(name)
         tensor = args[0] if args else None
-        changed = self._contexts_of(tensor).get(name) if isinstance(tensor, torch.Tensor) else None
-        self.seconds += time.perf_counter() - begin
+        contexts = self._contexts_of(tensor) if isinstance(tensor, torch.Tensor) else NOTHING
+        changed = contexts.at(name, tensor, self._timesteps) if isinstance(tensor, torch.Tensor) else None
+        if name in self._keys:
+            self._maps.enter(self._keys[name], contexts.maps)
+        self._seconds += time.perf_counter() - begin
         return None if changed is None else ((changed, *args[1:]), kwargs)
 
-    def _contexts_of(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _contexts_of(self, tensor: torch.Tensor) -> Contexts:
         entry = self._entries.get(id(tensor))
         if entry is not None and entry.tensor() is tensor and entry.state in (_state_of(tensor), (*_state_of(tensor), self._version())):
             return entry.contexts
         if self._thread.probing:
             return NOTHING
         if self._thread.given:
-            raise MountError(
-                f"{type(self._denoiser()).__name__} reads other text states than training gave it; take out what changes them on the way"
-            )
+            raise MountError(f"{self._called()} reads other text states than training gave it; take out what changes them on the way")
         if not self.mount.store.active_contexts:
             return NOTHING
         version = self._version()
@@ -248,12 +290,12 @@ class ContextMounts:
     def _version(self) -> int:
         return self.mount.store.version
 
-    def _keep(self, tensor: torch.Tensor, contexts: Mapping[str, torch.Tensor], *version: int) -> None:
+    def _keep(self, tensor: torch.Tensor, contexts: Contexts, *version: int) -> None:
         key, entries = id(tensor), self._entries
         entries[key] = _Entry(weakref.ref(tensor, lambda _: entries.pop(key, None)), (*_state_of(tensor), *version), contexts)
 
-    def _make(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Match rows to prompts, and add what fires there: name -> `[batch, time, width]` like `tensor`; nothing where none fires."""
+    def _make(self, tensor: torch.Tensor) -> Contexts:
+        """Match rows to prompts, and add what fires there."""
         store = self.mount.store
         prompts = self.mount.encoded.find(tensor) if tensor.dim() == 3 else [None]
         ids = [row for row in prompts if row is not None]
@@ -263,13 +305,8 @@ class ContextMounts:
                 f"reads is no prompt that {self.mount.role} has encoded since a concept with context mounts was loaded, so where its "
                 "trigger stands is unknown; make prompt embeds with adapter.encode(prompt, negative_prompt), or disable_concepts()"
             )
-        plan = store.plan_at(store.mounts[1:], torch.from_numpy(np.stack(ids)))
-        if not plan.fired:
-            return NOTHING
-        stacked = tensor.expand(len(plan.mounts), *tensor.shape).reshape(-1, *tensor.shape[1:])
-        for fired in plan.fired:
-            stacked = fired.apply(stacked)
-        return dict(zip(plan.mounts, stacked.split(len(tensor)), strict=True))
+        plan = store.plan_at(store.context_mounts, torch.from_numpy(np.stack(ids)))
+        return PlannedContexts(tensor, plan, self.layout) if plan.fired or plan.maps else NOTHING
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:

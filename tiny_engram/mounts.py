@@ -1,4 +1,5 @@
-"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import encoded, store and what is below.
+"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import encoded, input_mount, second_pass,
+store and what is below.
 
 Hooks are plain callables in torch's hook dictionaries, never modules: the encoder's module tree and state dict stay as they were. A
 hook that finds itself on another module (a deep copy, an unpickled encoder) has lost its concepts and says so.
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiny_engram.config import SPAN
+from tiny_engram.config import INPUT, SPAN
 from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
+from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_last_hidden_state
 from tiny_engram.store import ConceptStore, Fired, Plan
 
 __all__ = ["CallHook", "HookSet", "MountError", "SpanMount", "remove_strays"]
@@ -117,13 +120,15 @@ def remove_strays(module: nn.Module) -> int:
 class _Call(threading.local):
     """What one thread's current encoder call carries from the pre-hook to the hooks after it.
 
-    `ids` are the prompts' `[batch, time]`; `skipped` is true while the pipeline may still apply the final norm to an earlier state.
+    `ids` are the prompts' `[batch, time]`; `skipped` is true while the pipeline may still apply the final norm to an earlier state;
+    `again` during a second pass. `moved` holds what fires at the token embeddings, by row of the batch.
     """
 
     def __init__(self) -> None:
-        self.inside = self.skipped = False
+        self.inside = self.skipped = self.again = False
         self.ids: torch.Tensor | None = None
         self.plan: tuple[Fired, ...] = ()
+        self.moved: dict[int, tuple[Fired, ...]] = {}
 
 
 class HookSet:
@@ -148,11 +153,14 @@ class HookSet:
 
 
 class SpanMount(HookSet):
-    """Adds the residual of every fired span to an encoder's last hidden state.
+    """Adds what fires in a prompt to an encoder's states: at the mount `input`, and the residual at the mount `span` after it.
 
     Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
     pooled vectors and other states are passed on as they are. With clip_skip the pipeline applies the final norm itself to an earlier
     state; `final_norm` calls from outside the encoder's own forward get the residual too.
+
+    A prompt in which a concept with `input` rows fires is encoded once more, alone, with the token embeddings at its spans moved. The
+    states at those spans, of every layer, are taken from that pass, and the rest of the sentence keeps the bits of the plain one.
 
     While concepts with context mounts are loaded, `encoded` learns which prompt each row of states belongs to.
     """
@@ -183,6 +191,8 @@ class SpanMount(HookSet):
         ]
         if final_norm is not None:
             self.hooks.append(CallHook(final_norm, self._norm, owner, pre=False, strict=False))
+        self._embeddings: list[CallHook] = []
+        self._owner = owner
 
     @property
     def module(self) -> nn.Module:
@@ -194,10 +204,22 @@ class SpanMount(HookSet):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 
+    def attach(self) -> None:
+        super().attach()
+        if INPUT in self.store.mounts:
+            self._follow_embeddings()  # from the start, so that an encoder compiled later has them in its graphs
+
+    def detach(self) -> None:
+        super().detach()
+        for hook in self._embeddings:
+            hook.detach()
+
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        begin = time.perf_counter()
         state = self._state
-        state.inside, state.skipped, state.plan, state.ids = True, False, (), None
+        if state.again:
+            return
+        begin = time.perf_counter()
+        state.inside, state.skipped, state.plan, state.moved, state.ids = True, False, (), {}, None
         self.calls += 1
         ids = kwargs.get("input_ids", args[0] if args else None)
         if len(self.store):
@@ -210,29 +232,69 @@ class SpanMount(HookSet):
             state.ids = ids = ids.reshape(-1, ids.shape[-1])
             plan = self.store.plan_at((SPAN,), ids)
             state.plan = plan.fired
+            # Row by row, as they are encoded.
+            rows = sorted({row for _, row, *_ in plan.places})
+            found = {row: self.store.plan_at((INPUT,), ids[row : row + 1]).fired for row in rows}
+            state.moved = {row: fired for row, fired in found.items() if fired}
             state.skipped = bool(kwargs.get("output_hidden_states"))
             if plan.places and self.on_fire is not None:
                 self.on_fire(self.role, plan)
         self.seconds += time.perf_counter() - begin
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        begin = time.perf_counter()
         state = self._state
-        state.inside = False
-        result: Any = None
-        if output is not None:  # None: the forward raised
-            named = not isinstance(output, torch.Tensor | tuple)
-            hidden = output["last_hidden_state"] if named else output[0] if isinstance(output, tuple) else output
-            added = self._apply(hidden)
-            if added is not hidden:
-                if named:
-                    result = type(output)(**{**output, "last_hidden_state": added})
-                else:
-                    result = (added, *output[1:]) if isinstance(output, tuple) else added
+        if state.again:
+            return None
+        begin = time.perf_counter()
+        result = output
+        try:
+            if output is not None:  # None: the forward raised
+                if state.moved:
+                    result = take_over(output, [self._second_pass(row, args, kwargs) for row in state.moved])
+                hidden = last_hidden_state(result)
+                added = self._apply(hidden)
+                if added is not hidden:
+                    result = with_last_hidden_state(result, added)
+        finally:
+            state.inside = False
         if not state.skipped:
             state.plan, state.ids = (), None
+        state.moved = {}
         self.seconds += time.perf_counter() - begin
-        return result
+        return None if result is output else result
+
+    def _second_pass(self, row: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MovedRow:
+        """One prompt of the batch alone, with what fires in it added to its token embeddings."""
+        state, encoder = self._state, self.module
+        assert state.ids is not None
+        fired = state.moved[row]
+
+        def move(embeddings: torch.Tensor) -> torch.Tensor:
+            for one in fired:
+                embeddings = one.apply(embeddings)
+            return embeddings
+
+        self._follow_embeddings()
+        options = row_options(encoder, args, kwargs, row, len(state.ids))
+        state.again = True
+        try:
+            output = encode_with_input(encoder, state.ids[row : row + 1], move, hooked=True, **options)
+        finally:
+            state.again = False
+        return MovedRow(row, torch.cat([one.spans.flat()[1] for one in fired]), output)
+
+    def _follow_embeddings(self) -> None:
+        """A hook on each module that looks tokens up now: resizing the vocabulary, as textual inversion does, puts another one there."""
+        modules = token_embeddings(self.module)
+        if modules != tuple(hook.module for hook in self._embeddings):
+            for hook in self._embeddings:
+                hook.detach()
+            self._embeddings = [CallHook(m, self._embedded, self._owner, pre=False, strict=False) for m in modules]
+        for hook in self._embeddings:
+            hook.attach()
+
+    def _embedded(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
+        return moved_embeddings(output)
 
     def _norm(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
         """The final norm, called by the pipeline itself on an earlier state of the last encode (clip_skip)."""

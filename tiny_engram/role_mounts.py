@@ -4,6 +4,7 @@ May import all that the adapter may.
 """
 
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,9 +71,17 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
         attentions, places = (), {}  # the denoiser projects the states before its attentions read them
     mounts = every_mount(tuple(places), dict.fromkeys(attention.stage for attention in attentions))
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
+    scheduler = pipe.scheduler
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
     mount = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm)
-    return mount, ContextMounts(places, mount, denoiser=denoiser, owner=owner)
+    present = weakref.ref(pipe)
+
+    def training_timesteps() -> int:
+        # A pipeline that lent its parts to another and is gone had the scheduler that its models were trained with.
+        return getattr(present(), "scheduler", scheduler).config.num_train_timesteps
+
+    contexts = ContextMounts(places, mount, attentions=attentions, denoiser=denoiser, training_timesteps=training_timesteps, owner=owner)
+    return mount, contexts
 
 
 def asked_of(

@@ -171,6 +171,11 @@ class ConceptStore:
         return bool(self._loaded)
 
     @property
+    def has_maps(self) -> bool:
+        """Does any loaded concept have maps, silent or not?"""
+        return any(name in self.maps for name in self._loaded)
+
+    @property
     def context_mounts(self) -> tuple[str, ...]:
         """All context mounts of the role: its mounts but those at the encoder."""
         return tuple(m for m in self.mounts if m not in ENCODER_MOUNTS)

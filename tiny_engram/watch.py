@@ -51,7 +51,7 @@ class DenoiserWatch(HookSet):
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()
         for contexts in self._contexts.values():
-            contexts.begin()
+            contexts.begin(kwargs["timestep"] if "timestep" in kwargs else args[1] if len(args) > 1 else None)
         if self._names is None:
             self._names = self._active()
         if self._names or any(mount.store.active_contexts for mount in self._mounts.values()):

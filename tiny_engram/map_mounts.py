@@ -1,0 +1,190 @@
+"""Maps on a denoiser: hooks that read a cross-attention and add what fires there. May import following, maps, mount_names and mounts.
+
+What fires is told from outside, at the moment when the attention's key projection reads the text states.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiny_engram.following import FollowingHooks
+from tiny_engram.maps import GivenMaps, add_at_rows, attention_mass, map_attention, map_feedforward
+from tiny_engram.mounts import MountError
+
+__all__ = ["MapMounts"]
+
+_Hooked = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Layer(threading.local):
+    """What the hooks at one cross-attention and at the feed-forward layer behind it tell each other, in one thread."""
+
+    def __init__(self) -> None:
+        self.given: Sequence[GivenMaps] = ()
+        self.states: torch.Tensor | None = None
+        self.query: torch.Tensor | None = None
+        self.key: torch.Tensor | None = None
+        self.attended = False
+        self.masses: list[tuple[GivenMaps, torch.Tensor]] = []
+
+
+class _Thread(threading.local):
+    """`seen` are the maps that could add something in this thread's denoiser call; `probing` is what each hook gives meanwhile."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.probing: torch.Tensor | None = None
+
+
+class MapMounts:
+    """The maps of one role on one denoiser.
+
+    Args:
+        attentions: the cross-attentions, by their number in running order: modules with `to_q`, `to_k`, `to_out`, `heads`, `scale`.
+        feedforwards: (module, attribute) of the feed-forward layer behind each, where there is one.
+        denoiser: what errors call it.
+        owner: of the hooks.
+    """
+
+    def __init__(
+        self,
+        attentions: Mapping[int, nn.Module],
+        feedforwards: Mapping[int, tuple[nn.Module, str]],
+        *,
+        denoiser: Callable[[], str],
+        owner: Any,
+    ) -> None:
+        self.seconds = 0.0
+        self.following = FollowingHooks(owner)
+        self._denoiser = denoiser
+        self._layers = {i: _Layer() for i in attentions}
+        self._thread = _Thread()
+        for i, module in attentions.items():
+            attention: Any = module
+            # `to_out` is a list whose first entry projects.
+            places = (
+                (f"attention.{i}.to_q", attention, "to_q", self._queried, False),
+                (f"attention.{i}.to_k", attention, "to_k", self._keyed, False),
+                (f"attention.{i}.to_out", attention.to_out, "0", partial(self._attended, attention.heads, attention.scale), True),
+            )
+            for name, parent, attribute, call, pre in places:
+                self.following.add(name, parent, attribute, self._hook(call, i), pre=pre)
+            if i in feedforwards:
+                self.following.add(f"feedforward.{i}", *feedforwards[i], self._hook(self._fed, i), pre=False)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> set[str]:
+        """Names of the maps that this thread's call of the denoiser has gone through."""
+        return self._thread.seen
+
+    def begin(self) -> None:
+        """Before a call of the denoiser."""
+        if self.following:
+            self.following.follow()
+            self._thread.seen = set()
+
+    def drop(self) -> None:
+        """Take all hooks out, and what they kept for each other."""
+        self.following.drop()
+        self._layers = {i: _Layer() for i in self._layers}
+
+    def enter(self, i: int, given: Sequence[GivenMaps]) -> None:
+        """The i-th cross-attention reads text states in which these fire."""
+        self._layers[i].given = given
+
+    def probe(self) -> list[str]:
+        """Names of the hooks whose module does not give what they give, or does not take it."""
+        dead: list[str] = []
+        try:
+            for name, hook, module, weight in self.following.live():
+                read, other = torch.zeros(2, 1, 2, weight.shape[-1], device=weight.device, dtype=weight.dtype).unbind(0)
+                self._thread.probing, got = other, []
+                if hook.pre:
+                    handle = module.register_forward_hook(lambda module, args, output, got=got: got.append(args[0]))
+                else:
+                    handle = module.register_forward_hook(lambda module, args, output, got=got: got.append(output))
+                try:
+                    with torch.no_grad():
+                        module(read)
+                finally:
+                    handle.remove()
+                if len(got) != 1 or got[0] is not other:
+                    dead.append(name)
+        finally:
+            self._thread.probing = None
+        return dead
+
+    def _hook(self, call: Callable[..., Any], i: int) -> Callable[..., Any]:
+        """One hook: `call` with the layer's number, timed; while it is probed, it gives what it is told to."""
+
+        def hook(args: tuple[Any, ...], *rest: Any) -> Any:
+            probing = self._thread.probing
+            if probing is not None:
+                return ((probing, *args[1:]), rest[0]) if len(rest) == 1 else probing
+            begin = time.perf_counter()
+            result = call(i, args, *rest)
+            self.seconds += time.perf_counter() - begin
+            return result
+
+        return hook
+
+    def _queried(self, i: int, args: tuple[Any, ...], _kwargs: Any, output: torch.Tensor) -> None:
+        layer = self._layers[i]
+        layer.states, layer.query = args[0], output
+        layer.attended, layer.masses = False, []
+
+    def _keyed(self, i: int, _args: Any, _kwargs: Any, output: torch.Tensor) -> None:
+        self._layers[i].key = output
+
+    def _attended(self, heads: int, scale: float, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hooked | None:
+        """Before `to_out`: the heads' outputs `[batch, places, channels]` with what the maps add."""
+        layer, x = self._layers[i], args[0]
+        states, query, key, given = layer.states, layer.query, layer.key, layer.given
+        layer.states, layer.query, layer.key, layer.given = None, None, None, ()
+        if states is None or query is None or key is None:
+            return None  # said after the call, by what was not seen
+        layer.attended = True
+        self._thread.seen.add(f"attention.{i}")
+        for one in given:
+            names = [name for name in (f"attention.{i}", f"feedforward.{i}") if name in one.factors]
+            if not names or not len(one.rows):
+                continue
+            if x.shape[:2] != query.shape[:2] or query.shape[0] != len(one.fired) or key.shape[:2] != one.fired.shape:
+                raise MountError(
+                    f"{self._denoiser()} attends with queries {list(query.shape)}, keys {list(key.shape)} and outputs {list(x.shape)}, "
+                    f"expected those of {list(one.fired.shape)} text states, so maps cannot follow; use attention that keeps them"
+                )
+            mass = attention_mass(_at(query, one), _at(key, one), one.fired_rows, heads=heads, scale=scale)
+            if f"attention.{i}" in one.factors:
+                x = add_at_rows(x, one.rows, map_attention(_at(states, one), mass, *one.factors[f"attention.{i}"]))
+            if f"feedforward.{i}" in one.factors:
+                layer.masses.append((one, mass))
+        return None if x is args[0] else ((x, *args[1:]), kwargs)
+
+    def _fed(self, i: int, args: tuple[Any, ...], _kwargs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        """After the feed-forward layer: its output `[batch, places, channels]` with what the maps add."""
+        layer, states, x = self._layers[i], args[0], output
+        attended, masses = layer.attended, layer.masses
+        layer.attended, layer.masses = False, []
+        if attended:
+            self._thread.seen.add(f"feedforward.{i}")
+        for one, mass in masses:
+            if states.shape[:2] != (len(one.fired), mass.shape[-1]):
+                raise MountError(
+                    f"{self._denoiser()} runs feed-forward layers on {list(states.shape)}, expected {len(one.fired)} x {mass.shape[-1]} "
+                    "places at once, so maps cannot follow; undo what splits them (unet.disable_forward_chunking())"
+                )
+            x = add_at_rows(x, one.rows, map_feedforward(_at(states, one), mass, *one.factors[f"feedforward.{i}"]))
+        return None if x is output else x
+
+
+def _at(x: torch.Tensor, given: GivenMaps) -> torch.Tensor:
+    """The rows of a batch in which these maps fire."""
+    return x if len(given.rows) == len(x) else x[given.rows]
