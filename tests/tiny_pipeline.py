@@ -79,11 +79,14 @@ def picture(pipe, prompt, **options) -> torch.Tensor:
 
 
 def concept(adapter, trigger: str, *, aliases=(), name: str | None = None, seed: int = 0, size: float = 1.0, config=None):
-    """A concept of random rows at all of its mounts, for an attached adapter; not loaded."""
+    """A concept of random rows at all of its mounts, and random maps, for an attached adapter; not loaded."""
     made = adapter.new_concept(trigger, aliases, name, config)
     generator = torch.Generator().manual_seed(seed)
     for role, place in made.roles.items():
         for mount, old in place.mounts.items():
             rows = torch.randn(old.payload.shape, generator=generator) * size
             made = made.with_rows(role, rows, old.gain + 0.1, old.bias + 0.3, mount=mount)
+        for what, old in place.maps.items():
+            into, out = old.factors()
+            made = made.with_map(role, what, into, torch.randn(out.shape, generator=generator) * size)
     return made

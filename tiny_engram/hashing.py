@@ -39,7 +39,7 @@ def _is_prime(number: int) -> bool:
     return True
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)  # a large base asks for 10,000, in order: any fewer would all be found anew
 def _next_prime(start: int) -> int:
     candidate = start
     while not _is_prime(candidate):

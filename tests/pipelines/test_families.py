@@ -41,3 +41,31 @@ def test_context_mounts_are_named_in_running_order(pipe, repo_root, which):
     # Every projection that reads the text states is a mount, once, and there is no mount that reads nothing.
     assert ran == list(places) and len(ran) == {"tiny": 8, "embedded": 14}[which]
     assert ran[:3] == ["context.0.key", "context.0.value", "context.1.key"]
+
+
+@pytest.mark.parametrize(("which", "stages"), [("tiny", ("down", "mid", "up", "up")), ("embedded", ("down",) * 2 + ("mid",) + ("up",) * 4)])
+def test_cross_attentions_have_a_stage_and_a_feed_forward_layer_behind_them(pipe, repo_root, which, stages):
+    unet = pipe.unet if which == "tiny" else embedded_unet(repo_root)
+    family = family_of(pipe)
+    assert family is not None
+    attentions = family.attentions(unet, "clip_l")
+    assert tuple(a.stage for a in attentions) == stages
+    names: dict[Any, str] = {module: name for name, module in unet.named_modules()}
+    layers: list[Any] = [m for a in attentions for m in (a.module, a.feedforward)]
+    ran: list[torch.nn.Module] = []
+    reads: dict[torch.nn.Module, int] = {}
+
+    def note(module, args):
+        ran.append(module)
+        reads[module] = args[0].shape[-1]
+
+    handles = [m.register_forward_pre_hook(note) for m in layers]
+    try:
+        with torch.no_grad():
+            unet(torch.zeros(1, unet.config.in_channels, 16, 16), 1, torch.zeros(1, 3, unet.config.cross_attention_dim))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert ran == layers
+    assert all(names[a.module].startswith(a.stage) and names[a.feedforward] == names[a.block] + ".ff" for a in attentions)
+    assert all(reads[a.module] == reads[a.feedforward] == a.channels for a in attentions)
