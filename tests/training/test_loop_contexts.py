@@ -115,7 +115,7 @@ def test_two_steps_and_two_more_beside_another_concept(tiny, pipe, config, tmp_p
         with pytest.raises(TinyEngramError, match=r"its mounts is \['span', 'context'\], expected \['span'\]"):
             teach(pipe, config(resume_from_checkpoint="latest"))
         resumed = teach(pipe, config(mounts=BOTH, resume_from_checkpoint="latest"))
-        assert adapter.get_active_concepts() == ["bolo"] and adapter.contexts["clip_l"]._hooks
+        assert adapter.get_active_concepts() == ["bolo"] and adapter.contexts["clip_l"].hooks
     finally:
         adapter.detach()
     one, two = load_file(whole.path), load_file(resumed.path)
