@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from tiny_engram import __version__
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
-from tiny_engram.mount_names import describe_mounts
+from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
 from tiny_engram.training.config import TrainConfig
 
@@ -31,7 +31,12 @@ TRAIN_HELP = {
     "name": "the name it goes by (default: the trigger)",
     "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
     "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}'",
-    "mounts": "where the concept is added: span, context, key, value, or single mounts such as context.0.key",
+    "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
+    "share": "context rows: 'none', of its own for each cross-attention, or 'stage', one set for all of a stage",
+    "bands": "shares of the timesteps that have context rows of their own, up to 4",
+    "attention_rank": "of maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",
+    "feedforward_rank": "of maps at the feed-forward layers behind them; 0 for none",
+    "class_word": "a word that the base knows, at which rows of the mounts input and span start",
     "caption_dropout": "share of samples captioned by the trigger alone",
     "skip_bad_pictures": "go on without pictures that cannot be read",
     "resume_from_checkpoint": "a checkpoint folder, or 'latest'",
@@ -230,6 +235,7 @@ def _summary(path: Path) -> dict[str, Any]:
                         "gain": [round(x, 4) for x in rows.gain.tolist()], "bias": [round(x, 4) for x in rows.bias.tolist()]}
                 for mount, rows in place.mounts.items()
             },
+            "maps": {name: {"rank": at.rank, "channels": at.channels, "bytes": at.nbytes} for name, at in place.maps.items()},
         }  # fmt: skip
     return {
         "file": str(path),
@@ -253,8 +259,9 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"  trigger {about['trigger']!r}" + (f", also {', '.join(map(repr, about['aliases']))}" if about["aliases"] else ""))
     print(f"  name {about['name']!r}, made on base {about['base'] or 'unnamed'!r}")
     for role, place in about["roles"].items():
-        rows, size = (sum(mount[what] for mount in place["mounts"].values()) for what in ("rows", "bytes"))
-        where = describe_mounts(list(place["mounts"]))
+        rows = sum(mount["rows"] for mount in place["mounts"].values())
+        size = sum(part["bytes"] for part in (*place["mounts"].values(), *place["maps"].values()))
+        where = ", ".join(filter(None, (describe_mounts(list(place["mounts"])), describe_maps(list(place["maps"])))))
         print(f"  {role}, {where}: {rows} rows over {place['positions']} positions, width {place['width']}, {size:,} bytes")
     if about["recipe"]:
         print("  recipe " + ", ".join(f"{k} {v}" for k, v in about["recipe"].items()))

@@ -163,7 +163,7 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             teach(pipe, config(**validating), on_step=stop_at(2))
     else:
-        real, calls = loop._Run.follow, []
+        real, calls = loop.Run.follow, []
 
         def follow(self, decay: float) -> None:  # masters have moved, the average has moved, the count has not
             real(self, decay)
@@ -172,7 +172,7 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(loop._Run, "follow", follow)
+            patch.setattr(loop.Run, "follow", follow)
             teach(pipe, config(**validating))
     left = tree(tmp_path / "parts")
     assert left == ["checkpoint-2", "validation"] and find_checkpoint(tmp_path / "parts", "latest") == tmp_path / "parts" / "checkpoint-2"
@@ -312,7 +312,7 @@ def test_fp16_mixed_precision_resumes(pipe, config, tmp_path, fresh_accelerate):
 def test_a_run_keeps_the_scale_of_its_gradients(adapter):
     """Accelerate's scaler is on with CUDA only, so a scaler of the CPU stands for it here."""
     module, scaler = ConceptRows(adapter.new_concept("zqx"), "clip_l"), torch.amp.GradScaler("cpu", init_scale=512.0)
-    run = loop._Run(module, torch.optim.Adam(module.parameters()), scaler)
+    run = loop.Run(module, torch.optim.Adam(module.parameters()), scaler)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
     run.keep()
     tensors, state = run.whole

@@ -1,35 +1,91 @@
 """What the frozen base says about the data, computed once: latents of the pictures, text states of the captions.
 
-In span mode the encoder needs no backward pass, so its output is as good as the text. May import torch, diffusers' image
-processor, data and the adapter's parts.
+Behind the encoder its output is as good as the text. Only rows on the token embeddings need the encoder again, at each step, and
+then no more of it than what they reach. May import torch, diffusers' image processor, data and the adapter's parts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiny_engram.concept import Concept
+from tiny_engram.config import INPUT
 from tiny_engram.engram_adapter import EngramAdapter
+from tiny_engram.input_mount import encode_with_input
 from tiny_engram.residual import Spans
 from tiny_engram.training.data import DataError, Example, load_picture
 
-__all__ = ["CaptionStates", "cache_captions", "cache_latents"]
+__all__ = ["CaptionBatch", "CaptionStates", "cache_captions", "cache_latents"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionBatch:
+    """The captions of one step.
+
+    Attributes:
+        states: of the base's encoder, `[batch, time, width]`. spans: where the trigger stands.
+        ids: int64 `[distinct, up to time]`, each distinct caption once; `inner` are the spans in these. Where the encoder reads from left
+            to right, they end with the last span: nothing behind it reaches one.
+        row: of each caption of the batch, which of `ids` it is.
+    """
+
+    states: torch.Tensor
+    spans: Spans
+    encoder: nn.Module
+    ids: torch.Tensor
+    inner: Spans
+    row: tuple[int, ...]
+
+    @property
+    def fired(self) -> torch.Tensor:
+        """1 where the trigger stands and 0 elsewhere, float32 `[batch, time]` on the CPU."""
+        batch, time, _ = self.spans.flat()
+        fired = torch.zeros(self.states.shape[:2])
+        fired[batch, time] = 1.0
+        return fired
+
+    def read_again(self, move: Callable[[torch.Tensor, Spans], torch.Tensor]) -> torch.Tensor:
+        """States with those at the spans from an encoder whose token embeddings go through `move(embeddings, spans)`; differentiable."""
+        again = encode_with_input(self.encoder, self.ids, lambda x: move(x, self.inner))[0]
+        batch, time, _ = self.spans.flat()
+        rows = torch.tensor(self.row)[batch]
+        device = self.states.device
+        new = again[rows.to(device), time.to(device)].to(self.states.dtype)
+        return self.states.index_put((batch.to(device), time.to(device)), new)
 
 
 @dataclass(frozen=True, slots=True)
 class CaptionStates:
-    """Distinct captions with the base's text states `[captions, time, width]` and where the trigger stands in each."""
+    """Distinct captions with the base's text states `[captions, time, width]`, their ids int64 `[captions, time]`, and where the trigger
+    stands in each. `onward` says that the encoder reads from left to right.
+    """
 
     texts: tuple[str, ...]
     states: torch.Tensor
     places: tuple[tuple[tuple[int, int, int], ...], ...]
+    ids: torch.Tensor
+    encoder: nn.Module = field(repr=False)
+    onward: bool
 
-    def batch(self, picks: Sequence[int]) -> tuple[torch.Tensor, Spans]:
-        """States `[len(picks), time, width]` and spans of these captions."""
-        spans = Spans.of((row, *place) for row, pick in enumerate(picks) for place in self.places[pick])
-        return self.states[torch.tensor(picks, device=self.states.device)], spans
+    def batch(self, picks: Sequence[int]) -> CaptionBatch:
+        """These captions."""
+        distinct = list(dict.fromkeys(picks))
+        end = max(start + size for pick in distinct for start, size, _ in self.places[pick])
+        ids = self.ids[distinct]
+        return CaptionBatch(
+            states=self.states[torch.tensor(picks, device=self.states.device)],
+            spans=self._spans(picks),
+            encoder=self.encoder,
+            ids=ids[:, :end] if self.onward else ids,
+            inner=self._spans(distinct),
+            row=tuple(distinct.index(pick) for pick in picks),
+        )
+
+    def _spans(self, picks: Sequence[int]) -> Spans:
+        return Spans.of((row, *place) for row, pick in enumerate(picks) for place in self.places[pick])
 
 
 def cache_captions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str], batch_size: int = 16) -> CaptionStates:
@@ -52,7 +108,18 @@ def cache_captions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str
     for start in range(0, len(distinct), batch_size):
         embeds, _ = adapter.encode(distinct[start : start + batch_size])
         states.append(embeds)
-    return CaptionStates(distinct, torch.cat(states), tuple(tuple(p) for p in places))
+    states, encoder = torch.cat(states), mount.module
+    ids = ids.to(states.device)
+    onward = INPUT in concept.roles[role].mounts and _reads_onward(encoder, ids[:1])
+    return CaptionStates(distinct, states, tuple(tuple(p) for p in places), ids, encoder, onward)
+
+
+@torch.no_grad()
+def _reads_onward(encoder: nn.Module, ids: torch.Tensor) -> bool:
+    """Does an encoder read from left to right: do states keep their bits whatever stands behind them? ids int64 `[1, time]`."""
+    half = ids.shape[1] // 2
+    other = torch.cat([ids[:, :half], ids[:, :1].expand(-1, ids.shape[1] - half)], 1)
+    return torch.equal(encoder(ids)[0][:, :half], encoder(other)[0][:, :half])
 
 
 @torch.no_grad()

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_engram.config import SPAN
+from tiny_engram.config import INPUT, MOST_BANDS, SPAN
 from tiny_engram.errors import ConfigError
 
 __all__ = ["TrainConfig"]
 
 SCHEDULES = ("constant", "cosine", "linear")
 TRACKERS = ("none", "tensorboard")
+SHARES = ("none", "stage")
+ENCODER_MOUNTS = {SPAN, INPUT}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +30,14 @@ class TrainConfig:
             pictures' style and background with it: what the caption does not say, the rows must.
         skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
         resolution: side of the square pictures are cropped to; None takes the base's own.
-        learning_rate: Adam's rate for rows; gates take `gate_learning_rate`. No weight decay on either.
-        mounts: where the concept is added: "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads),
-            "key" or "value" (one side of that), or single mounts such as "context.0.key".
+        learning_rate: Adam's rate for rows; gates take `gate_learning_rate`, maps `map_learning_rate`. No weight decay on any.
+        mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
+            "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
+            that), or single mounts such as "context.0.key".
+        share: "none" gives each cross-attention context rows of its own, "stage" one set to all of a stage (down, mid, up).
+        bands: equal shares of the timesteps that have context rows of their own, 1 to 4.
+        attention_rank, feedforward_rank: of the maps, which add where the picture looks at the trigger; 0 for none.
+        class_word: a word that the base knows, at whose states the rows of "input" and "span" start; None starts them at zero.
         rho: bound of the residual as a share of the span's mean norm; None keeps ConceptConfig's. `context_rho`: that of the context
             mounts; None takes `rho`.
         snr_gamma: min-SNR weight of the loss; None weighs all timesteps alike.
@@ -54,10 +61,16 @@ class TrainConfig:
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-2
     gate_learning_rate: float = 1e-2
+    map_learning_rate: float = 2e-3
     lr_scheduler: str = "cosine"
     lr_warmup_steps: int = 10
     max_grad_norm: float = 1.0
     mounts: tuple[str, ...] = ("span",)
+    share: str = "none"
+    bands: int = 1
+    attention_rank: int = 0
+    feedforward_rank: int = 0
+    class_word: str | None = None
     rho: float | None = None
     context_rho: float | None = None
     snr_gamma: float | None = 5.0
@@ -81,9 +94,9 @@ class TrainConfig:
 
         for field in ("train_batch_size", "max_train_steps", "gradient_accumulation_steps", "validation_inference_steps"):
             check(isinstance(getattr(self, field), int) and getattr(self, field) >= 1, field, "a whole number from 1")
-        for field in ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed"):
+        for field in ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed", "attention_rank", "feedforward_rank"):
             check(isinstance(getattr(self, field), int) and getattr(self, field) >= 0, field, "a whole number from 0")
-        for field in ("learning_rate", "gate_learning_rate", "max_grad_norm"):
+        for field in ("learning_rate", "gate_learning_rate", "map_learning_rate", "max_grad_norm"):
             value = getattr(self, field)
             check(isinstance(value, int | float) and math.isfinite(value) and value > 0, field, "a number above 0")
         check(0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
@@ -94,6 +107,8 @@ class TrainConfig:
         check(self.resolution is None or self.resolution >= 8, "resolution", "at least 8 pixels")
         check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
         check(self.mixed_precision in ("no", "fp16", "bf16"), "mixed_precision", "no, fp16 or bf16")
+        check(self.share in SHARES, "share", f"one of {', '.join(SHARES)}")
+        check(isinstance(self.bands, int) and 1 <= self.bands <= MOST_BANDS, "bands", f"a whole number from 1 to {MOST_BANDS}")
         check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
         limit = self.checkpoints_total_limit
         check(limit is None or limit >= 1, "checkpoints_total_limit", "a whole number from 1")
@@ -102,11 +117,22 @@ class TrainConfig:
             value = getattr(self, field)
             check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
-        check(self.context_rho is None or set(self.mounts) != {SPAN}, "context_rho", "None where mounts are 'span' alone")
+        alone = set(self.mounts) <= ENCODER_MOUNTS
+        check(self.context_rho is None or not alone, "context_rho", "None where mounts are 'input' and 'span' alone")
+        check(self.share == "none" or not alone, "share", "none where mounts are 'input' and 'span' alone")
+        check(self.bands == 1 or not alone, "bands", "1 where mounts are 'input' and 'span' alone")
+        word = self.class_word
+        check(word is None or bool(word.strip()), "class_word", "a word that the base knows")
+        check(word is None or bool(ENCODER_MOUNTS & set(self.mounts)), "class_word", "None where mounts are neither 'input' nor 'span'")
         for field in ("caption_template", "validation_prompts"):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:
                     raise ConfigError(f"{field} {text!r} does not hold the trigger; write {{trigger}} where it belongs")
+
+    @property
+    def at_denoiser(self) -> bool:
+        """Does the concept have rows or maps at the denoiser itself?"""
+        return not set(self.mounts) <= ENCODER_MOUNTS or self.attention_rank > 0 or self.feedforward_rank > 0
 
     @property
     def concept_path(self) -> Path:

@@ -20,16 +20,19 @@ from tqdm.auto import tqdm
 
 from tiny_engram.adapter import attach, find_adapter
 from tiny_engram.concept import Concept
-from tiny_engram.config import SPAN, ConceptConfig
+from tiny_engram.config import ConceptConfig
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.maps import GivenMaps
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents
-from tiny_engram.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from tiny_engram.training.checkpoint import find_checkpoint, save_checkpoint
+from tiny_engram.training.class_word import start_at_word
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, scan_folder
 from tiny_engram.training.rows import ConceptRows
+from tiny_engram.training.run import Run, resume
 from tiny_engram.training.validation import Validator, native_size, thumbnail_of
 
 __all__ = ["TrainResult", "denoising_loss", "train"]
@@ -78,7 +81,8 @@ def denoising_loss(
 ) -> torch.Tensor:
     """Weighted squared error (a scalar) of one batch, whose every choice is in `draws`.
 
-    `module` is a ConceptRows or what Accelerate made of it; `contexts`, whose hooks are held, brings its context mounts to the denoiser.
+    `module` is a ConceptRows or what Accelerate made of it; `contexts`, whose hooks are held, brings its context mounts and its maps to
+    the denoiser.
     """
     pictures = [int(drawn.picture * len(data.choices)) for drawn in draws]
     picks = [
@@ -87,15 +91,17 @@ def denoising_loss(
     ]
     device, dtype = data.means.device, pipe.unet.dtype
     steps = pipe.scheduler.config.num_train_timesteps
-    timesteps = torch.tensor([int(drawn.timestep * steps) for drawn in draws], device=device)
+    at_step = [int(drawn.timestep * steps) for drawn in draws]
+    timesteps = torch.tensor(at_step, device=device)
     noise = torch.stack([objective.noise_for(drawn, (2, *data.means.shape[1:])) for drawn in draws]).to(device)
     latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
-    states, spans = data.captions.batch(picks)
-    states, read = module(states, spans, dtype)
+    captions = data.captions.batch(picks)
+    states, read, factors = module(captions, at_step, dtype)
     # under mixed precision Accelerate turns a module's output into float32
     states, read = states.to(dtype), {name: context.to(dtype) for name, context in read.items()}
-    with contexts.giving(states, read):
+    maps = GivenMaps(captions.fired.to(device), factors) if factors else None
+    with contexts.giving(states, read, maps):
         predicted = pipe.unet(noisy.to(dtype), timesteps, states, return_dict=False)[0].float()
     error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
     return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean()
@@ -132,77 +138,6 @@ def _alone(adapter: Any):
             adapter.set_strength(name, strength)
 
 
-class _Run:
-    """State of one run that changes with its steps."""
-
-    def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        self.module, self.optimizer, self.scaler = module, optimizer, scaler
-        self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
-        self.step = 0
-        self.losses: tuple[float, ...] = ()
-        self.keep()
-
-    def follow(self, decay: float) -> None:
-        """Move the running average; early steps count more, so that it forgets where it began."""
-        decay = min(decay, (1 + self.step) / (10 + self.step))
-        for name, p in self.module.named_parameters():
-            self.average[name].lerp_(p.detach(), 1 - decay)
-
-    def keep(self) -> None:
-        """Remember the present state as that of the last whole step."""
-        tensors = {k: v.detach().clone() for k, v in self.tensors().items()}
-        self.whole = (tensors, {"step": self.step, "losses": self.losses, "scaler": self.scaler.state_dict() if self.scaler else {}})
-
-    def back(self) -> None:
-        """Return to the last whole step: an interrupt may fall between two lines that belong together."""
-        self.restore(*self.whole)
-
-    def concept(self, start: Concept, role: str, recipe: dict[str, Any]) -> Concept:
-        """The averaged rows, quantised: what is validated and what is saved."""
-        made = start
-        for mount, rows, gain, bias in zip(self.module.mounts, *(self.average[name] for name in ("rows", "gain", "bias")), strict=True):
-            made = made.with_rows(role, rows, gain, bias, mount=mount)
-        return made.with_details(recipe=recipe)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
-        for name, p in self.module.named_parameters():
-            tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
-        return tensors
-
-    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for name, p in self.module.named_parameters():
-                saved = tensors.get(f"master.{name}")
-                average = tensors.get(f"average.{name}")
-                if saved is None or average is None or saved.shape != p.shape or average.shape != p.shape:
-                    have = "none" if saved is None else list(saved.shape)
-                    raise TinyEngramError(f"checkpoint {name}: {have}, expected {list(p.shape)}; resume with what it was made for")
-                p.copy_(saved)
-                self.average[name].copy_(average)
-                prefix = f"optimizer.{name}."
-                moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-                # Adam keeps its step count on the CPU
-                self.optimizer.state[p] = {k: v.clone() if k == "step" else v.to(p.device) for k, v in moments.items()}
-        if self.scaler and state.get("scaler"):
-            self.scaler.load_state_dict(state["scaler"])
-        self.step, self.losses = state["step"], tuple(state["losses"])
-        self.keep()
-
-
-def _resume(run: _Run, folder: Path, config: TrainConfig) -> None:
-    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger or other mounts."""
-    tensors, state = load_checkpoint(folder)
-    now = config.to_dict()
-    for field in ("trigger", "aliases", "mounts"):
-        if state["config"].get(field) != now[field]:
-            raise TinyEngramError(
-                f"{folder}: its {field} is {state['config'].get(field)!r}, expected {now[field]!r}; resume with what it was made for"
-            )
-    run.restore(tensors, state)
-    logger.info("resumed from %s", folder)
-
-
 def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None) -> TrainResult:
     """Teach one concept and write it to `config.concept_path`.
 
@@ -220,7 +155,7 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
     try:
         frozen = _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
         (contexts,) = adapter.contexts.values()
-        with frozen, _alone(adapter), nullcontext() if config.mounts == (SPAN,) else contexts.held():
+        with frozen, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
             return _train(pipe, adapter, config, progress, on_step)
     finally:
         if not borrowed:
@@ -230,7 +165,8 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
 def _start(adapter: Any, config: TrainConfig) -> Concept:
     """The untrained concept, which loads: its trigger is free."""
     rho = ConceptConfig().rho if config.rho is None else config.rho
-    concept_config = ConceptConfig(rho=rho, context_rho=config.context_rho, mounts=config.mounts)
+    same = {name: getattr(config, name) for name in ("context_rho", "mounts", "share", "bands", "attention_rank", "feedforward_rank")}
+    concept_config = ConceptConfig(rho=rho, **same)
     start = adapter.new_concept(config.trigger, config.aliases, config.name, concept_config)
     name = adapter.load_concept(start, rename=True)
     active = name in adapter.get_active_concepts()
@@ -238,6 +174,14 @@ def _start(adapter: Any, config: TrainConfig) -> Concept:
     if not active:
         raise TinyEngramError("the concepts of this pipeline are disabled, so none could be validated; call enable_concepts() first")
     return start
+
+
+def _module(pipe: Any, adapter: Any, start: Concept, role: str, config: TrainConfig) -> ConceptRows:
+    """The masters at their first step."""
+    family = adapter.family
+    stages = [attention.stage for attention in family.attentions(getattr(pipe, family.denoiser), role)]
+    starts = None if config.class_word is None else start_at_word(adapter, start, role, config.class_word)
+    return ConceptRows(start, role, stages=stages, timesteps=pipe.scheduler.config.num_train_timesteps, starts=starts)
 
 
 def _accelerator(config: TrainConfig, output: Path) -> Accelerator:
@@ -269,30 +213,32 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
 
     tracking = config.report_to != "none"
     accelerator = _accelerator(config, output)
-    module = ConceptRows(start, role)
-    optimizer = torch.optim.Adam(
-        [
-            {"params": [module.rows], "lr": config.learning_rate},
-            {"params": [module.gain, module.bias], "lr": config.gate_learning_rate},
-        ],
-        betas=(0.9, 0.99),
-    )
+    module = _module(pipe, adapter, start, role, config)
+    groups: list[dict[str, Any]] = [
+        {"params": [module.rows], "lr": config.learning_rate},
+        {"params": [module.gain, module.bias], "lr": config.gate_learning_rate},
+    ]
+    if module.maps is not None:
+        groups.append({"params": [module.maps], "lr": config.map_learning_rate})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     base_rates = [group["lr"] for group in optimizer.param_groups]
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
-    run = _Run(module, optimizer.optimizer, accelerator.scaler)
+    run = Run(module, optimizer.optimizer, accelerator.scaler)
     contexts = adapter.contexts[role]
     validator = Validator(adapter, config, output / "validation")
     if config.resume_from_checkpoint:
         folder = find_checkpoint(output, config.resume_from_checkpoint)
         if folder is not None:
-            _resume(run, folder, config)
+            resume(run, folder, config)
     if accelerator.is_main_process and tracking:
         accelerator.init_trackers("tiny-engram", config=_flat(config))
     started = time.perf_counter()
 
     def recipe() -> dict[str, Any]:
-        kept = ("max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed")
+        kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed"]
+        kept += ["map_learning_rate"] if module.maps is not None else []
+        kept += ["class_word"] if config.class_word is not None else []
         return {"mounts": list(config.mounts), "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
 
     def checkpoint() -> None:

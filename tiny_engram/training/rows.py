@@ -1,47 +1,160 @@
-"""The trainable side of a concept: masters of its rows and gates at all of its mounts. May import torch and the core of concepts."""
+"""The trainable side of a concept: masters of its rows and gates at all of its mounts, and of its maps. May import torch and the core
+of concepts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import SPAN
+from tiny_engram.config import BLOCK, INPUT, SPAN
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.mount_names import ContextName, band_at, context_name
 from tiny_engram.quantization import fake_quantize
-from tiny_engram.residual import Spans, apply_concept, apply_mounts
+from tiny_engram.residual import Spans, apply_concept, apply_spans
+from tiny_engram.training.cache import CaptionBatch
+from tiny_engram.training.class_word import Start
 
 __all__ = ["ConceptRows"]
 
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Places that read the same rows: their names, how many bands there are, and the mount of each band that has rows, by number."""
+
+    places: tuple[str, ...]
+    bands: int
+    mounts: dict[int, int] = field(default_factory=dict)
+
+
+def _places_of(name: ContextName, stages: Sequence[str]) -> tuple[str, ...]:
+    """The places "context.{i}.key" at which a mount's rows are read."""
+    where = [i for i, stage in enumerate(stages) if stage == name.where] if name.shared else [int(name.where)]
+    return tuple(f"context.{i}.{name.kind}" for i in where)
+
 
 class ConceptRows(nn.Module):
-    """Masters of one concept at its mounts: rows float32 `[mounts, positions, columns, head_dim]`, gain and bias `[mounts, positions]`."""
+    """Masters of one concept: rows float32 `[mounts, positions, columns, head_dim]`, gain and bias `[mounts, positions]`, and of its maps,
+    one after the other, what lies under one scale, float32 `[blocks, 32]`.
 
-    def __init__(self, concept: Concept, role: str) -> None:
+    Args:
+        concept: untrained, or what to go on from.
+        stages: the stage of each cross-attention, in running order. timesteps: of the scheduler.
+        starts: other values to begin with, by mount.
+
+    Raises:
+        TinyEngramError: two of the mounts add to what one projection reads.
+    """
+
+    def __init__(
+        self,
+        concept: Concept,
+        role: str,
+        *,
+        stages: Sequence[str] = (),
+        timesteps: int = 1000,
+        starts: Mapping[str, Start] | None = None,
+    ) -> None:
         super().__init__()
-        starts = concept.roles[role].mounts
-        self.span = SPAN in starts
-        self.contexts = tuple(name for name in starts if name != SPAN)
-        self.mounts = (SPAN, *self.contexts) if self.span else self.contexts
-        self.rho, self.basis_seed = [starts[name].rho for name in self.mounts], concept.config.basis_seed
-        self.rows = nn.Parameter(torch.stack([starts[name].rows() for name in self.mounts]))
-        self.gain = nn.Parameter(torch.stack([starts[name].gain for name in self.mounts]))
-        self.bias = nn.Parameter(torch.stack([starts[name].bias for name in self.mounts]))
+        held, maps = concept.roles[role].mounts, concept.roles[role].maps
+        self.mounts = tuple(held)
+        self.rho, self.basis_seed, self.timesteps = [at.rho for at in held.values()], concept.config.basis_seed, timesteps
+        own = [(starts or {}).get(name) or Start(at.rows(), at.gain, at.bias) for name, at in held.items()]
+        self.rows = nn.Parameter(torch.stack([start.rows for start in own]))
+        self.gain = nn.Parameter(torch.stack([start.gain for start in own]))
+        self.bias = nn.Parameter(torch.stack([start.bias for start in own]))
+        self._layouts = self._read_by(stages)
+        self.shapes = {name: (at.rank, at.channels) for name, at in maps.items()}
+        blocks = [factor.reshape(-1, BLOCK) for at in maps.values() for factor in at.factors()]
+        self.maps = nn.Parameter(torch.cat(blocks)) if blocks else None
 
-    def forward(self, states: torch.Tensor, spans: Spans, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _read_by(self, stages: Sequence[str]) -> list[_Layout]:
+        found: dict[tuple[str, str, int], _Layout] = {}
+        owners: dict[str, str] = {}
+        for k, mount in enumerate(self.mounts):
+            name = context_name(mount)
+            if name is None:
+                continue
+            key = (name.where, name.kind, name.bands)
+            if key not in found:
+                found[key] = _Layout(_places_of(name, stages), name.bands)
+                for place in found[key].places:
+                    if place in owners:
+                        raise TinyEngramError(
+                            f"mounts {owners[place]!r} and {mount!r} both add to what {place} reads; a concept is taught with one of them"
+                        )
+                    owners[place] = mount
+            found[key].mounts[name.band] = k
+        return list(found.values())
+
+    def forward(
+        self, captions: CaptionBatch, timesteps: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Factors]:
         """Text states with the concept in, as it would be served: rows go through the quantiser, gradients straight past it.
 
         Args:
-            states: of the encoder, `[batch, time, width]`. dtype: what the denoiser reads them in.
+            timesteps: of each sample, on the CPU. dtype: what the denoiser reads.
 
         Returns:
-            What the denoiser is given, and what each of its context mounts reads instead, like it.
+            What the denoiser is given, what each place "context.{i}.key" with rows reads instead, like it, and (into, out) of each map.
         """
-        rows = fake_quantize(self.rows)
-        if self.span:
-            states = apply_concept(states, spans, rows[0], self.gain[0], self.bias[0], rho=self.rho[0], basis_seed=self.basis_seed)
+        rows, states = fake_quantize(self.rows), captions.states
+        if INPUT in self.mounts:
+            states = captions.read_again(lambda x, spans: self._moved(x, spans, rows, INPUT))
+        if SPAN in self.mounts:
+            states = self._moved(states, captions.spans, rows, SPAN)
         states = states.to(dtype)
-        if not self.contexts:
-            return states, {}
-        part = slice(int(self.span), None)
-        stacked = apply_mounts(
-            states, spans, rows[part], self.gain[part], self.bias[part], rho=self.rho[part], basis_seed=self.basis_seed
-        )
-        return states, dict(zip(self.contexts, stacked, strict=True))
+        factors = {} if self.maps is None else self.factors(fake_quantize(self.maps))
+        return states, self._contexts(states, captions.spans, rows, timesteps), factors
+
+    def _moved(self, x: torch.Tensor, spans: Spans, rows: torch.Tensor, mount: str) -> torch.Tensor:
+        """Embeddings or states `[batch, time, width]` with what a mount of the encoder adds."""
+        k = self.mounts.index(mount)
+        return apply_concept(x, spans, rows[k], self.gain[k], self.bias[k], rho=self.rho[k], basis_seed=self.basis_seed)
+
+    def _contexts(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What each place reads: all layouts in one pass, each span with the rows of its sample's band."""
+        if not self._layouts:
+            return {}
+        size, positions = len(states), rows.shape[1]
+        table: list[tuple[int, int, int, int]] = []
+        rho: list[float] = []
+        where = list(zip(*(x.tolist() for x in (spans.batch, spans.start, spans.length, spans.offset)), strict=True))
+        for number, layout in enumerate(self._layouts):
+            for sample, start, length, offset in where:
+                mount = layout.mounts.get(band_at(timesteps[sample], layout.bands, self.timesteps))
+                if mount is not None:
+                    table.append((number * size + sample, start, length, mount * positions + offset))
+                    rho += [self.rho[mount]] * length
+        everywhere = Spans.of(table)
+        at = everywhere.flat()[2].to(rows.device)
+        stacked = apply_spans(
+            states.expand(len(self._layouts), *states.shape).flatten(0, 1),
+            everywhere,
+            rows.flatten(0, 1)[at],
+            self.gain.flatten()[at],
+            self.bias.flatten()[at],
+            torch.tensor(rho, dtype=torch.float32),
+            basis_seed=self.basis_seed,
+        ).unflatten(0, (-1, size))
+        return {place: stacked[k] for k, layout in enumerate(self._layouts) for place in layout.places}
+
+    def factors(self, blocks: torch.Tensor) -> Factors:
+        """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`."""
+        sizes = [rank * channels // BLOCK for rank, channels in self.shapes.values() for _ in range(2)]
+        parts = iter(blocks.split(sizes))
+        return {name: (next(parts).view(shape), next(parts).view(shape)) for name, shape in self.shapes.items()}
+
+    def concept(self, start: Concept, role: str, values: Mapping[str, torch.Tensor]) -> Concept:
+        """`start` with these values, laid out as the parameters, quantised: what would be served."""
+        made = start
+        for k, mount in enumerate(self.mounts):
+            made = made.with_rows(role, values["rows"][k], values["gain"][k], values["bias"][k], mount=mount)
+        if "maps" in values:
+            for name, (into, out) in self.factors(values["maps"]).items():
+                made = made.with_map(role, name, into, out)
+        return made

@@ -1,0 +1,91 @@
+"""What changes with the steps of a training run: masters, their average, the optimiser, the losses; and how a checkpoint brings it back.
+
+May import torch, concept and the parts of training below the loop.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiny_engram.concept import Concept
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.training.checkpoint import load_checkpoint
+from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.rows import ConceptRows
+
+__all__ = ["Run", "resume"]
+
+logger = logging.getLogger(__name__)
+
+# What checkpoints of earlier versions do not say, and were made with.
+LATER = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0}
+
+
+class Run:
+    """State of one run that changes with its steps."""
+
+    def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        self.module, self.optimizer, self.scaler = module, optimizer, scaler
+        self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self.step = 0
+        self.losses: tuple[float, ...] = ()
+        self.keep()
+
+    def follow(self, decay: float) -> None:
+        """Move the running average; early steps count more, so that it forgets where it began."""
+        decay = min(decay, (1 + self.step) / (10 + self.step))
+        for name, p in self.module.named_parameters():
+            self.average[name].lerp_(p.detach(), 1 - decay)
+
+    def keep(self) -> None:
+        """Remember the present state as that of the last whole step."""
+        tensors = {k: v.detach().clone() for k, v in self.tensors().items()}
+        self.whole = (tensors, {"step": self.step, "losses": self.losses, "scaler": self.scaler.state_dict() if self.scaler else {}})
+
+    def back(self) -> None:
+        """Return to the last whole step: an interrupt may fall between two lines that belong together."""
+        self.restore(*self.whole)
+
+    def concept(self, start: Concept, role: str, recipe: dict[str, Any]) -> Concept:
+        """The averaged values, quantised: what is validated and what is saved."""
+        return self.module.concept(start, role, self.average).with_details(recipe=recipe)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
+        for name, p in self.module.named_parameters():
+            tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
+        return tensors
+
+    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                saved = tensors.get(f"master.{name}")
+                average = tensors.get(f"average.{name}")
+                if saved is None or average is None or saved.shape != p.shape or average.shape != p.shape:
+                    have = "none" if saved is None else list(saved.shape)
+                    raise TinyEngramError(f"checkpoint {name}: {have}, expected {list(p.shape)}; resume with what it was made for")
+                p.copy_(saved)
+                self.average[name].copy_(average)
+                prefix = f"optimizer.{name}."
+                moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                # Adam keeps its step count on the CPU
+                self.optimizer.state[p] = {k: v.clone() if k == "step" else v.to(p.device) for k, v in moments.items()}
+        if self.scaler and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        self.step, self.losses = state["step"], tuple(state["losses"])
+        self.keep()
+
+
+def resume(run: Run, folder: Path, config: TrainConfig) -> None:
+    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps."""
+    tensors, state = load_checkpoint(folder)
+    now, before = config.to_dict(), {**LATER, **state["config"]}
+    for field in ("trigger", "aliases", "mounts", *LATER):
+        if before.get(field) != now[field]:
+            raise TinyEngramError(
+                f"{folder}: its {field} is {before.get(field)!r}, expected {now[field]!r}; resume with what it was made for"
+            )
+    run.restore(tensors, state)
+    logger.info("resumed from %s", folder)
