@@ -114,7 +114,8 @@ class RoleRows:
 def map_start(rank: int, channels: int, *, number: int = 0, seed: int = 0) -> torch.Tensor:
     """Where `into` of an untrained map starts: rows number * rank onwards of a fixed orthonormal basis, float32 `[rank, channels]`.
 
-    `number` keeps the maps of one cross-attention apart; `seed` is that of the concept's bases. Equal for all concepts.
+    `number` counts the maps of one cross-attention, so that those of equal rank read other directions; `seed` is that of the concept's
+    bases. Equal for all concepts.
     """
     one = torch.zeros(rank, channels)
     one[torch.arange(rank), number * rank + torch.arange(rank)] = 1.0
