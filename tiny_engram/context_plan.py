@@ -74,7 +74,7 @@ class PlannedContexts(Contexts):
         chosen: list[tuple[str, tuple[bool, ...]]] = []  # which mounts, for which rows of the batch; () for all
         for mount in self._layout.mounts_at(place):
             if mount in self._mounts:
-                rows = self._rows(mount, timesteps, len(tensor))
+                rows = self._rows(mount, timesteps)
                 if all(rows) or any(rows):
                     chosen.append((mount, () if all(rows) else rows))
         if not chosen:
@@ -86,16 +86,13 @@ class PlannedContexts(Contexts):
             self._read[key] = self._joined(tensor, chosen)
         return self._read[key]
 
-    def _rows(self, mount: str, timesteps: Timesteps, batch: int) -> tuple[bool, ...]:
+    def _rows(self, mount: str, timesteps: Timesteps) -> tuple[bool, ...]:
         """Which rows of the batch read a mount now: one answer for each, or a single one for all; () for those without bands."""
         name = self._layout.names[mount]
         if name.bands == 1:
             return ()
         total = self._layout.training_timesteps()
-        rows = tuple(band_at(t, name.bands, total) == name.band for t in timesteps())
-        if len(rows) not in (1, batch):
-            raise ValueError(f"{len(rows)} timesteps for {batch} rows")
-        return rows
+        return tuple(band_at(t, name.bands, total) == name.band for t in timesteps())
 
     def _joined(self, tensor: torch.Tensor, chosen: Sequence[tuple[str, tuple[bool, ...]]]) -> torch.Tensor:
         """The tensor with what several mounts put at their spans, each in the rows that it is chosen for."""

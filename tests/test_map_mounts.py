@@ -1,0 +1,462 @@
+"""Maps on a real denoiser: what each layer adds, where nothing may change, and what is said when they cannot follow."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import tiny_engram
+from tiny_engram.config import ConceptConfig
+from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedforward
+from tiny_engram.mounts import MountError
+
+PROMPT = "a zqx bolo on a table"
+MAPS = ConceptConfig(mounts=("value",), attention_rank=2, feedforward_rank=1)
+ONLY = {"attention": ConceptConfig(mounts=("span",), attention_rank=2), "feedforward": ConceptConfig(mounts=("span",), feedforward_rank=2)}
+ALL = ConceptConfig(mounts=("input", "span", "context"), share="stage", bands=2, attention_rank=1, feedforward_rank=1)
+
+
+@pytest.fixture(scope="module")
+def attached(tiny):
+    pipe = tiny.build()
+    return pipe, tiny_engram.attach(pipe)
+
+
+@pytest.fixture
+def pipe(attached):
+    return attached[0]
+
+
+@pytest.fixture
+def adapter(attached):
+    """Attached once; each test finds and leaves it empty."""
+    _, adapter = attached
+    yield adapter
+    adapter.enable_concepts()
+    adapter.unload_concept()
+    assert not adapter.contexts["clip_l"].hooks
+
+
+def blocks_of(unet):
+    """The transformer blocks with a cross-attention, as they run."""
+    parts = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
+    return [block for part in parts for a in getattr(part, "attentions", ()) for block in a.transformer_blocks]
+
+
+class Layers:
+    """Inside, of every layer: what queries, keys, `to_out` and the feed-forward layer read and give, without our hooks and with them."""
+
+    def __init__(self, pipe):
+        self.blocks = blocks_of(pipe.unet)
+        self.seen = [{} for _ in self.blocks]
+
+    def __enter__(self):
+        self.handles = []
+        for block, seen in zip(self.blocks, self.seen, strict=True):
+            attention = block.attn2
+
+            def keep(name, seen=seen, output=False):
+                return lambda _module, args, *rest: seen.update({name: rest[-1] if output else args[0]})
+
+            self.handles += [
+                attention.to_q.register_forward_hook(keep("query", output=True)),
+                attention.to_k.register_forward_hook(keep("key", output=True)),
+                attention.to_q.register_forward_pre_hook(keep("states")),
+                attention.to_out[0].register_forward_pre_hook(keep("heads"), prepend=True),
+                attention.to_out[0].register_forward_pre_hook(keep("heads with")),
+                block.ff.register_forward_pre_hook(keep("fed")),
+                block.ff.register_forward_hook(keep("output", output=True), prepend=True),
+                block.ff.register_forward_hook(keep("output with", output=True)),
+            ]
+        return self.seen
+
+    def __exit__(self, *_):
+        for handle in self.handles:
+            handle.remove()
+
+
+def run(pipe, states, timestep=500):
+    noise = torch.randn(len(states), 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(pipe.unet.dtype)
+    with torch.no_grad():
+        return pipe.unet(noise, timestep, states).sample
+
+
+def fired_of(pipe, adapter, concept, prompts):
+    ids = pipe.tokenizer(list(prompts), padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
+    fired = torch.zeros(len(prompts), 77)
+    fired[adapter.spans(concept, ids).flat()[:2]] = 1.0
+    return fired
+
+
+def bits(x):
+    return x.contiguous().view(torch.int32)
+
+
+# -- what is added -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_layer_adds_its_own_map_where_the_trigger_is_looked_at(tiny, adapter, pipe):
+    concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
+    adapter.load_concept(concept, strength=0.5)
+    prompts = ["a tree", PROMPT, "zqx bolo, zqx bolo"]
+    states, _ = adapter.encode(prompts)
+    with Layers(pipe) as layers:
+        run(pipe, states)
+    fired = fired_of(pipe, adapter, concept, prompts)
+    assert len(layers) == 4 and fired.sum() == 9
+    for i, (block, seen) in enumerate(zip(blocks_of(pipe.unet), layers, strict=True)):
+        attention = block.attn2
+        mass = attention_mass(seen["query"], seen["key"], fired, heads=attention.heads, scale=attention.scale)
+        into, out = concept.roles["clip_l"].maps[f"attention.{i}"].factors()
+        assert into.shape == (2, 32)
+        torch.testing.assert_close(seen["heads with"], seen["heads"] + map_attention(seen["states"], mass, into, 0.5 * out))
+        into, out = concept.roles["clip_l"].maps[f"feedforward.{i}"].factors()
+        torch.testing.assert_close(seen["output with"], seen["output"] + map_feedforward(seen["fed"], mass, into, 0.5 * out))
+        for name in ("heads", "output"):
+            with_, without = seen[f"{name} with"], seen[name]
+            assert torch.equal(bits(with_[0]), bits(without[0])) and not torch.equal(with_[1], without[1])
+
+
+@pytest.mark.parametrize("site", ["attention", "feedforward"])
+def test_one_site_alone(tiny, adapter, pipe, site):
+    base = tiny.picture(pipe, PROMPT)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ONLY[site], size=0.0))
+    assert torch.equal(base, tiny.picture(pipe, PROMPT))  # zero rows and maps
+    adapter.unload_concept()
+    concept = tiny.concept(adapter, "zqx bolo", config=ONLY[site])
+    rows = concept.mount_rows("clip_l")
+    adapter.load_concept(concept.with_rows("clip_l", torch.zeros_like(rows.rows()), rows.gain, rows.bias))
+    assert not torch.equal(base, tiny.picture(pipe, PROMPT))
+    states, _ = adapter.encode(PROMPT)
+    with Layers(pipe) as layers:
+        run(pipe, states)
+    for seen in layers:
+        assert torch.equal(seen["heads"], seen["heads with"]) == (site != "attention")
+        assert torch.equal(seen["output"], seen["output with"]) == (site != "feedforward")
+
+
+def test_an_untrained_concept_adds_nothing(tiny, adapter, pipe):
+    base = tiny.picture(pipe, PROMPT)
+    adapter.load_concept(adapter.new_concept("zqx bolo", config=MAPS))
+    assert torch.equal(base, tiny.picture(pipe, PROMPT))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 7.5], ids=["unguided", "guided"])
+def test_without_a_trigger_all_is_the_base_to_the_bit(tiny, adapter, pipe, guidance):
+    options = {"guidance_scale": guidance, "num_images_per_prompt": 2}
+    states, base = adapter.encode(["a tree", "a zqx boloish thing"])[0], tiny.picture(pipe, ["a tree", "zqx bolos"], **options)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ALL))
+    assert torch.equal(bits(states), bits(adapter.encode(["a tree", "a zqx boloish thing"])[0]))
+    assert torch.equal(bits(base), bits(tiny.picture(pipe, ["a tree", "zqx bolos"], **options)))
+    with_trigger = tiny.picture(pipe, ["a tree", PROMPT], **options)
+    assert torch.equal(base[:2], with_trigger[:2])  # two pictures of the first prompt, beside two of the trigger
+    adapter.disable_concepts()
+    without = tiny.picture(pipe, ["a tree", PROMPT], **options)
+    assert torch.equal(without[:2], base[:2]) and all(not torch.equal(a, b) for a, b in zip(without[2:], with_trigger[2:], strict=True))
+
+
+def test_a_batch_keeps_the_rows_without_the_trigger(tiny, adapter, pipe):
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ALL))
+    for t in (100, 900):
+        adapter.disable_concepts()
+        plain = run(pipe, adapter.encode(["a tree", PROMPT, "a house"])[0], t)
+        adapter.enable_concepts()
+        ours = run(pipe, adapter.encode(["a tree", PROMPT, "a house"])[0], t)
+        assert torch.equal(bits(ours[[0, 2]]), bits(plain[[0, 2]])) and not torch.equal(ours[1], plain[1])
+
+
+def test_the_trigger_in_the_negative_prompt(tiny, adapter, pipe):
+    concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
+    adapter.load_concept(concept)
+    with Layers(pipe) as layers:
+        tiny.picture(pipe, ["a tree", PROMPT], negative_prompt=["zqx bolo", ""], num_images_per_prompt=2, num_inference_steps=1)
+    for seen in layers:
+        for name in ("heads", "output"):
+            changed = (seen[name] != seen[f"{name} with"]).flatten(1).any(1)
+            assert changed.tolist() == [True, True, False, False, False, False, True, True]
+
+
+def test_two_concepts_in_one_prompt(tiny, adapter, pipe):
+    """Each adds by its own mass; ranks and sites may differ."""
+    first = tiny.concept(adapter, "zqx bolo", seed=1, config=ConceptConfig(mounts=("value",), attention_rank=2))
+    second = tiny.concept(adapter, "cat-toy", seed=2, config=ConceptConfig(mounts=("value",), attention_rank=1, feedforward_rank=3))
+    for concept in (first, second):
+        adapter.load_concept(concept)
+    prompts = ["a zqx bolo and a cat-toy", "a cat-toy"]
+    states, _ = adapter.encode(prompts)
+    with Layers(pipe) as layers:
+        run(pipe, states)
+    for i, (block, seen) in enumerate(zip(blocks_of(pipe.unet), layers, strict=True)):
+        heads, output = seen["heads"], seen["output"]
+        for concept in (first, second):
+            maps, attention = concept.roles["clip_l"].maps, block.attn2
+            fired = fired_of(pipe, adapter, concept, prompts)
+            mass = attention_mass(seen["query"], seen["key"], fired, heads=attention.heads, scale=attention.scale)
+            heads = heads + map_attention(seen["states"], mass, *maps[f"attention.{i}"].factors())
+            if concept is second:
+                output = output + map_feedforward(seen["fed"], mass, *maps[f"feedforward.{i}"].factors())
+        torch.testing.assert_close(seen["heads with"], heads)
+        torch.testing.assert_close(seen["output with"], output)
+
+
+def test_strength_multiplies_what_is_added(tiny, adapter, pipe):
+    """Half of it is what a file with half the factors adds: e4m3 halves exactly."""
+    concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
+    halved = concept
+    for name, rows in concept.roles["clip_l"].maps.items():
+        into, out = rows.factors()
+        halved = halved.with_map("clip_l", name, into, 0.5 * out)
+    states, _ = adapter.encode(PROMPT)
+
+    def silent(one):
+        for mount, rows in one.roles["clip_l"].mounts.items():
+            one = one.with_rows("clip_l", torch.zeros_like(rows.rows()), rows.gain, rows.bias, mount=mount)
+        return one
+
+    found = []
+    for one, strength in ((concept, 0.5), (halved, 1.0), (concept, 1.0), (concept, 0.0)):
+        adapter.load_concept(silent(one), strength=strength)
+        states, _ = adapter.encode(PROMPT)
+        found.append(run(pipe, states))
+        adapter.unload_concept()
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert torch.equal(found[3], run(pipe, states)) and not torch.equal(found[0], found[3])
+
+
+def test_switches_and_files(tiny, own_pipe, tmp_path):
+    base = tiny.picture(own_pipe, PROMPT)
+    adapter = tiny_engram.attach(own_pipe)
+    concept = tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=("value",), attention_rank=1, feedforward_rank=1))
+    adapter.load_concept(concept)
+    embeds, negative = adapter.encode(PROMPT, "")
+    kept = {"prompt_embeds": embeds, "negative_prompt_embeds": negative}
+    ours = tiny.picture(own_pipe, PROMPT)
+    for off, on in [
+        (lambda: adapter.set_strength("zqx bolo", 0.0), lambda: adapter.set_strength("zqx bolo", 1.0)),
+        (adapter.disable_concepts, adapter.enable_concepts),
+        (lambda: adapter.set_concepts([]), lambda: adapter.set_concepts("zqx bolo")),
+    ]:
+        off()
+        assert torch.equal(tiny.picture(own_pipe, PROMPT), base) and torch.equal(tiny.picture(own_pipe, None, **kept), base)
+        on()
+        assert torch.equal(tiny.picture(own_pipe, None, **kept), ours)
+    adapter.set_strength("zqx bolo", 0.5)
+    assert not torch.equal(tiny.picture(own_pipe, None, **kept), ours)
+    adapter.unload_concept()
+    adapter.load_concept(concept.save(tmp_path / "c.safetensors"))
+    assert torch.equal(tiny.picture(own_pipe, PROMPT), ours)
+    adapter.detach()
+    assert torch.equal(tiny.picture(own_pipe, PROMPT), base)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in own_pipe.unet.modules())
+
+
+def test_hooks_go_with_the_last_concept_that_needs_them(tiny, adapter, pipe):
+    adapter.load_concept(tiny.concept(adapter, "cat-toy", config=ConceptConfig(mounts=("value",))))
+    plain = set(adapter.contexts["clip_l"].hooks)
+    assert all(name.startswith("context") for name in plain)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    more = set(adapter.contexts["clip_l"].hooks) - plain
+    assert more == {f"attention.{i}.{part}" for i in range(4) for part in ("to_q", "to_k", "to_out")} | {
+        f"feedforward.{i}" for i in range(4)
+    }
+    adapter.unload_concept("zqx bolo")
+    assert set(adapter.contexts["clip_l"].hooks) == plain
+    assert not any(m._forward_hooks for m in pipe.unet.modules() if m is not pipe.unet)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(tiny, dtype):
+    pipe = tiny.build(dtype=dtype)
+    adapter = tiny_engram.attach(pipe)
+    plain = tiny.picture(pipe, PROMPT)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    states, _ = adapter.encode(["a tree", PROMPT])
+    with Layers(pipe) as layers:
+        run(pipe, states)
+    assert all(seen["heads with"].dtype == dtype and torch.equal(seen["heads"][0], seen["heads with"][0]) for seen in layers)
+    ours = tiny.picture(pipe, PROMPT)
+    assert not torch.equal(plain, ours) and bool(ours.isfinite().all())
+
+
+# -- training's side -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "gradient checkpoints"])
+def test_given_maps_are_what_is_served_and_take_gradients(tiny, own_pipe, checkpoints):
+    adapter = tiny_engram.attach(own_pipe)
+    concept = tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=("span",), attention_rank=2, feedforward_rank=1))
+    prompts = ["a tree", PROMPT]
+    adapter.load_concept(concept)
+    states, _ = adapter.encode(prompts)
+    served = run(own_pipe, states)
+    adapter.unload_concept()
+    leaves = {name: tuple(f.clone().requires_grad_() for f in rows.factors()) for name, rows in concept.roles["clip_l"].maps.items()}
+    given = GivenMaps(fired_of(own_pipe, adapter, concept, prompts), leaves)
+    contexts = adapter.contexts["clip_l"]
+    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    own_pipe.unet.requires_grad_(False)
+    if checkpoints:
+        own_pipe.unet.enable_gradient_checkpointing()
+        own_pipe.unet.train()
+    with contexts.held():
+        assert all(name.startswith("context") for name in contexts.hooks)
+        with contexts.giving(states, {}, given):
+            out = own_pipe.unet(noise, 500, states).sample
+        assert torch.equal(out.detach(), served) or checkpoints
+        torch.testing.assert_close(out.detach(), served)
+        out.square().sum().backward()
+        again = states.clone()
+        with contexts.giving(again, {}):
+            plain = own_pipe.unet(noise, 500, again).sample
+        with contexts.giving(again, {}, GivenMaps(torch.zeros(2, 77), leaves)):
+            assert torch.equal(plain, own_pipe.unet(noise, 500, again).sample)
+    assert not contexts.hooks and not torch.equal(plain[1], out[1])
+    gradients = [leaf.grad for pair in leaves.values() for leaf in pair]
+    assert len(gradients) == 16 and all(g is not None and bool(g.isfinite().all()) and bool(g.ne(0).any()) for g in gradients)
+
+
+def test_checkpoints_give_the_same_gradients(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    concept = tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=("value",), attention_rank=1, feedforward_rank=1))
+    states, _ = adapter.encode(["a tree", PROMPT])
+    fired, noise = fired_of(own_pipe, adapter, concept, ["a tree", PROMPT]), torch.zeros(2, 4, 8, 8)
+    contexts, found = adapter.contexts["clip_l"], []
+    own_pipe.unet.requires_grad_(False).train()
+    for checkpoints in (False, True):
+        leaves = {name: tuple(f.clone().requires_grad_() for f in rows.factors()) for name, rows in concept.roles["clip_l"].maps.items()}
+        if checkpoints:
+            own_pipe.unet.enable_gradient_checkpointing()
+        with contexts.held():
+            given = states.clone()
+            moved = {"context.0.key": given + 1.0}
+            with contexts.giving(given, moved, GivenMaps(fired, leaves)):
+                loss = own_pipe.unet(noise, 500, given).sample.square().sum()
+            loss.backward()
+        found.append([leaf.grad for pair in leaves.values() for leaf in pair])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# -- beside what else is done to a denoiser ------------------------------------------------------------------------------------
+
+
+def test_other_attention_processors(tiny, adapter, pipe):
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    ours = tiny.picture(pipe, PROMPT)
+    processors = dict(pipe.unet.attn_processors)
+    pipe.enable_attention_slicing(1)
+    sliced = tiny.picture(pipe, PROMPT)
+    pipe.unet.set_attn_processor(processors)
+    torch.testing.assert_close(ours, sliced, rtol=0, atol=1e-3)
+
+
+def test_fused_projections_and_split_feedforwards_are_told(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ONLY["feedforward"]))
+    ours = tiny.picture(own_pipe, PROMPT)
+    own_pipe.fuse_qkv_projections(vae=False)
+    adapter.set_strength("zqx bolo", 1.0)
+    with pytest.raises(MountError, match=r"without reading through feedforward.0, .* undo fused projections .* calls to_q, to_k, to_v and"):
+        tiny.picture(own_pipe, PROMPT)
+    own_pipe.unfuse_qkv_projections(vae=False)
+    assert torch.equal(ours, tiny.picture(own_pipe, PROMPT))
+    for block in blocks_of(own_pipe.unet):
+        block.set_chunk_feed_forward(4, dim=1)
+    with pytest.raises(MountError, match=r"runs feed-forward layers on \[2, 4, 32\], expected 2 x 16 places .*disable_forward_chunking"):
+        tiny.picture(own_pipe, PROMPT)
+    for block in blocks_of(own_pipe.unet):
+        block.set_chunk_feed_forward(None)
+    assert torch.equal(ours, tiny.picture(own_pipe, PROMPT))
+
+
+def test_a_lora_on_the_same_layers(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
+    adapter.load_concept(concept)
+    ours = tiny.picture(own_pipe, PROMPT)
+    targets = ["to_q", "to_k", "to_out.0", "ff.net.0.proj"]
+    own_pipe.unet.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in own_pipe.unet.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.cos(torch.arange(parameter.numel()) * 0.3).reshape(parameter.shape) * 0.1)
+    with_lora = tiny.picture(own_pipe, PROMPT)
+    layer = blocks_of(own_pipe.unet)[1].attn2.to_out[0]
+    assert layer._forward_pre_hooks and not layer.base_layer._forward_pre_hooks
+    adapter.unload_concept()
+    alone = tiny.picture(own_pipe, PROMPT)
+    adapter.load_concept(concept)
+    assert torch.equal(with_lora, tiny.picture(own_pipe, PROMPT))
+    assert not torch.equal(with_lora, ours) and not torch.equal(with_lora, alone)
+    own_pipe.unload_lora_weights()
+    assert torch.equal(ours, tiny.picture(own_pipe, PROMPT))
+
+
+def test_a_layer_that_does_not_follow_its_hook_fails_at_loading(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    stubborn = blocks_of(own_pipe.unet)[1].ff
+    stubborn.__class__ = type("Stubborn", (type(stubborn),), {"__call__": type(stubborn).forward})
+    with pytest.raises(MountError, match="UNet2DConditionModel does not follow the concepts at feedforward.1; detach what wraps it"):
+        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"].hooks
+
+
+def test_compiled_before_maps_were_loaded_is_refused(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    adapter.load_concept(tiny.concept(adapter, "cat-toy", config=ConceptConfig(mounts=("value",))))
+    own_pipe.unet.mid_block.compile(backend="eager")
+    with pytest.raises(MountError, match="was compiled before a concept with maps was loaded.* before torch.compile"):
+        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    assert adapter.get_list_concepts() == ["cat-toy"]
+
+
+def test_compiled_after_loading(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    expected = {prompt: tiny.picture(own_pipe, prompt) for prompt in (PROMPT, "a tree")}
+    torch.compiler.reset()
+    own_pipe.unet.mid_block.compile(backend="eager")
+    for prompt, picture in expected.items():
+        torch.testing.assert_close(tiny.picture(own_pipe, prompt), picture, rtol=0, atol=1e-3)
+    adapter.detach()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in own_pipe.unet.modules())
+    torch.compiler.reset()
+
+
+def test_copies_are_told_and_pipelines_of_their_own(tiny, adapter, pipe):
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    ours = tiny.picture(pipe, PROMPT)
+    twin = copy.deepcopy(pipe)
+    again = tiny_engram.attach(twin)
+    assert not any(m._forward_hooks for m in twin.unet.modules() if m is not twin.unet)
+    again.load_concept(tiny.concept(again, "zqx bolo", config=MAPS))
+    assert torch.equal(ours, tiny.picture(twin, PROMPT))
+
+
+def test_threads_do_not_mix(tiny, adapter, pipe):
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ALL))
+    prompts = [PROMPT, "a tree", "zqx bolo", "two zqx bolo, a cat"]
+    given = [(adapter.encode(prompt)[0], t) for prompt, t in zip(prompts, (100, 900, 900, 100), strict=True)]
+
+    def call(what):
+        states, t = what
+        return run(pipe, states.clone(), t)
+
+    alone = [call(what) for what in given]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(alone, pool.map(call, given), strict=True))
+
+
+def test_sequentially_offloaded_denoiser(tiny, own_pipe):
+    from accelerate import cpu_offload
+
+    adapter = tiny_engram.attach(own_pipe)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    ours = tiny.picture(own_pipe, PROMPT)
+    adapter.unload_concept()
+    cpu_offload(own_pipe.unet, execution_device=torch.device("cpu"))
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    assert torch.equal(tiny.picture(own_pipe, PROMPT), ours)
