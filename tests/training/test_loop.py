@@ -311,7 +311,8 @@ def test_fp16_mixed_precision_resumes(pipe, config, tmp_path, fresh_accelerate):
 
 def test_a_run_keeps_the_scale_of_its_gradients(adapter):
     """Accelerate's scaler is on with CUDA only, so a scaler of the CPU stands for it here."""
-    module, scaler = ConceptRows(adapter.new_concept("zqx"), "clip_l"), torch.amp.GradScaler("cpu", init_scale=512.0)
+    module = ConceptRows(adapter.new_concept("zqx"), "clip_l", adapter.contexts["clip_l"].layout)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     run = loop.Run(module, torch.optim.Adam(module.parameters()), scaler)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
     run.keep()

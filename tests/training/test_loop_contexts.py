@@ -54,7 +54,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     options = config(mounts=BOTH, context_rho=0.8)
     adapter = tiny_engram.attach(pipe)
     start = adapter.new_concept("zqx", config=ConceptConfig(mounts=BOTH, rho=1.0, context_rho=0.8))
-    module = ConceptRows(start, "clip_l")
+    module = ConceptRows(start, "clip_l", adapter.contexts["clip_l"].layout)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)

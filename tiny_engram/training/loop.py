@@ -176,12 +176,10 @@ def _start(adapter: Any, config: TrainConfig) -> Concept:
     return start
 
 
-def _module(pipe: Any, adapter: Any, start: Concept, role: str, config: TrainConfig) -> ConceptRows:
+def _module(adapter: Any, start: Concept, role: str, config: TrainConfig) -> ConceptRows:
     """The masters at their first step."""
-    family = adapter.family
-    stages = [attention.stage for attention in family.attentions(getattr(pipe, family.denoiser), role)]
     starts = None if config.class_word is None else start_at_word(adapter, start, role, config.class_word)
-    return ConceptRows(start, role, stages=stages, timesteps=pipe.scheduler.config.num_train_timesteps, starts=starts)
+    return ConceptRows(start, role, adapter.contexts[role].layout, starts=starts)
 
 
 def _accelerator(config: TrainConfig, output: Path) -> Accelerator:
@@ -213,7 +211,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
 
     tracking = config.report_to != "none"
     accelerator = _accelerator(config, output)
-    module = _module(pipe, adapter, start, role, config)
+    module = _module(adapter, start, role, config)
     groups: list[dict[str, Any]] = [
         {"params": [module.rows], "lr": config.learning_rate},
         {"params": [module.gain, module.bias], "lr": config.gate_learning_rate},

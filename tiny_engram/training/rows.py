@@ -10,8 +10,9 @@ from torch import nn
 
 from tiny_engram.concept import Concept
 from tiny_engram.config import BLOCK, INPUT, SPAN
+from tiny_engram.context_plan import ContextLayout
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.mount_names import ContextName, band_at, context_name
+from tiny_engram.mount_names import band_at, context_name
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, apply_spans
 from tiny_engram.training.cache import CaptionBatch
@@ -23,18 +24,12 @@ Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(slots=True)
-class _Layout:
+class _Shared:
     """Places that read the same rows: their names, how many bands there are, and the mount of each band that has rows, by number."""
 
     places: tuple[str, ...]
     bands: int
     mounts: dict[int, int] = field(default_factory=dict)
-
-
-def _places_of(name: ContextName, stages: Sequence[str]) -> tuple[str, ...]:
-    """The places "context.{i}.key" at which a mount's rows are read."""
-    where = [i for i, stage in enumerate(stages) if stage == name.where] if name.shared else [int(name.where)]
-    return tuple(f"context.{i}.{name.kind}" for i in where)
 
 
 class ConceptRows(nn.Module):
@@ -43,37 +38,30 @@ class ConceptRows(nn.Module):
 
     Args:
         concept: untrained, or what to go on from.
-        stages: the stage of each cross-attention, in running order. timesteps: of the scheduler.
+        layout: of the role's context mounts, which says what each place reads.
         starts: other values to begin with, by mount.
 
     Raises:
         TinyEngramError: two of the mounts add to what one projection reads.
     """
 
-    def __init__(
-        self,
-        concept: Concept,
-        role: str,
-        *,
-        stages: Sequence[str] = (),
-        timesteps: int = 1000,
-        starts: Mapping[str, Start] | None = None,
-    ) -> None:
+    def __init__(self, concept: Concept, role: str, layout: ContextLayout, *, starts: Mapping[str, Start] | None = None) -> None:
         super().__init__()
         held, maps = concept.roles[role].mounts, concept.roles[role].maps
         self.mounts = tuple(held)
-        self.rho, self.basis_seed, self.timesteps = [at.rho for at in held.values()], concept.config.basis_seed, timesteps
+        self.rho, self.basis_seed = [at.rho for at in held.values()], concept.config.basis_seed
         own = [(starts or {}).get(name) or Start(at.rows(), at.gain, at.bias) for name, at in held.items()]
         self.rows = nn.Parameter(torch.stack([start.rows for start in own]))
         self.gain = nn.Parameter(torch.stack([start.gain for start in own]))
         self.bias = nn.Parameter(torch.stack([start.bias for start in own]))
-        self._layouts = self._read_by(stages)
+        self._timesteps = layout.training_timesteps()
+        self._shared = self._read_by(layout)
         self.shapes = {name: (at.rank, at.channels) for name, at in maps.items()}
         blocks = [factor.reshape(-1, BLOCK) for at in maps.values() for factor in at.factors()]
         self.maps = nn.Parameter(torch.cat(blocks)) if blocks else None
 
-    def _read_by(self, stages: Sequence[str]) -> list[_Layout]:
-        found: dict[tuple[str, str, int], _Layout] = {}
+    def _read_by(self, layout: ContextLayout) -> list[_Shared]:
+        found: dict[tuple[str, str, int], _Shared] = {}
         owners: dict[str, str] = {}
         for k, mount in enumerate(self.mounts):
             name = context_name(mount)
@@ -81,7 +69,7 @@ class ConceptRows(nn.Module):
                 continue
             key = (name.where, name.kind, name.bands)
             if key not in found:
-                found[key] = _Layout(_places_of(name, stages), name.bands)
+                found[key] = _Shared(layout.places_of(mount), name.bands)
                 for place in found[key].places:
                     if place in owners:
                         raise TinyEngramError(
@@ -117,23 +105,23 @@ class ConceptRows(nn.Module):
         return apply_concept(x, spans, rows[k], self.gain[k], self.bias[k], rho=self.rho[k], basis_seed=self.basis_seed)
 
     def _contexts(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What each place reads: all layouts in one pass, each span with the rows of its sample's band."""
-        if not self._layouts:
+        """What each place reads: all in one pass, each span with the rows of its sample's band."""
+        if not self._shared:
             return {}
         size, positions = len(states), rows.shape[1]
         table: list[tuple[int, int, int, int]] = []
         rho: list[float] = []
         where = list(zip(*(x.tolist() for x in (spans.batch, spans.start, spans.length, spans.offset)), strict=True))
-        for number, layout in enumerate(self._layouts):
+        for number, shared in enumerate(self._shared):
             for sample, start, length, offset in where:
-                mount = layout.mounts.get(band_at(timesteps[sample], layout.bands, self.timesteps))
+                mount = shared.mounts.get(band_at(timesteps[sample], shared.bands, self._timesteps))
                 if mount is not None:
                     table.append((number * size + sample, start, length, mount * positions + offset))
                     rho += [self.rho[mount]] * length
         everywhere = Spans.of(table)
         at = everywhere.flat()[2].to(rows.device)
         stacked = apply_spans(
-            states.expand(len(self._layouts), *states.shape).flatten(0, 1),
+            states.expand(len(self._shared), *states.shape).flatten(0, 1),
             everywhere,
             rows.flatten(0, 1)[at],
             self.gain.flatten()[at],
@@ -141,7 +129,7 @@ class ConceptRows(nn.Module):
             torch.tensor(rho, dtype=torch.float32),
             basis_seed=self.basis_seed,
         ).unflatten(0, (-1, size))
-        return {place: stacked[k] for k, layout in enumerate(self._layouts) for place in layout.places}
+        return {place: stacked[k] for k, shared in enumerate(self._shared) for place in shared.places}
 
     def factors(self, blocks: torch.Tensor) -> Factors:
         """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`."""
