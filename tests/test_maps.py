@@ -5,7 +5,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from benchmarks.personalization.methods import maps as bench
-from tiny_engram.maps import GivenMaps, add_at_rows, attention_mass, map_attention, map_feedforward
+from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedforward
 
 HEADS, WIDTH, CHANNELS, PLACES, TIME = 4, 24, 32, 9, 7
 
@@ -51,27 +51,31 @@ def test_the_comparison_of_methods_computes_the_same(parts):
     with torch.no_grad():
         layer._queried(attention.to_q, (states,), {}, attention.to_q(states))
         layer._keyed(attention.to_k, (text,), {}, attention.to_k(text))
-        ((theirs, *_), _) = layer._attended(attention.to_out[0], (x,), {})
+        ((theirs, *_), _) = layer._attended(attention.to_out[0], (x,), {}) or ((x,), {})
         their_output = layer._fed(attention, (states,), {}, output)
         rows = given.rows
-        mass = attention_mass(
-            attention.to_q(states)[rows], attention.to_k(text)[rows], given.fired_rows, heads=HEADS, scale=attention.scale
-        )
-        ours = add_at_rows(x, rows, map_attention(states[rows], mass, *here))
-        our_output = add_at_rows(output, rows, map_feedforward(states[rows], mass, *behind))
+        mass = attention_mass(attention.to_q(states)[rows], attention.to_k(text)[rows], fired[rows], heads=HEADS, scale=attention.scale)
+        ours = given.add_at_rows(x, map_attention(states[rows], mass, *here))
+        our_output = given.add_at_rows(output, map_feedforward(states[rows], mass, *behind))
     assert rows.tolist() == [0, 2]
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(our_output, their_output, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [[0, 2], [1, 2], [3], [0, 1, 2, 3]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_other_rows_keep_their_bits(dtype):
+def test_other_rows_keep_their_bits(dtype, rows):
     x = torch.randn(4, 5, 6).to(dtype)
-    x[1, 2], x[3, 0, 0] = -0.0, float("nan")
-    out = add_at_rows(x, torch.tensor([0, 2]), torch.ones(2, 5, 6))
+    x[:, 2], x[:, 0, 0] = -0.0, float("nan")
+    kept, fired = x.clone(), torch.zeros(4, TIME)
+    fired[rows, 3] = 1.0
+    given = GivenMaps(fired, {})
+    out = given.add_at_rows(x, torch.ones(len(rows), 5, 6))
+    others = [row for row in range(4) if row not in rows]
     bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert out.dtype == dtype and torch.equal(out[[1, 3]].view(bits), x[[1, 3]].view(bits))
-    assert torch.equal(out[[0, 2]], (x[[0, 2]] + 1).to(dtype))
+    assert given.rows.tolist() == rows and torch.equal(given.at_rows(x).view(bits), x[rows].view(bits))
+    assert out.dtype == dtype and torch.equal(out[others].view(bits), x[others].view(bits)) and torch.equal(x.view(bits), kept.view(bits))
+    torch.testing.assert_close(out[rows], (x[rows] + 1).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def test_half_types_and_autocast_compute_in_float32(parts):
@@ -103,4 +107,4 @@ def test_gradients_reach_all_that_takes_part(parts):
 
 def test_nothing_fires_nowhere():
     given = GivenMaps(torch.zeros(2, TIME), {})
-    assert given.rows.tolist() == [] and given.fired_rows.shape == (0, TIME) and given.rows is given.rows
+    assert given.rows.tolist() == [] and given.at_rows(given.fired).shape == (0, TIME)

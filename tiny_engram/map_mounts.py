@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiny_engram.following import FollowingHooks
-from tiny_engram.maps import GivenMaps, add_at_rows, attention_mass, map_attention, map_feedforward
+from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedforward
 from tiny_engram.mounts import MountError
 
 __all__ = ["MapMounts"]
@@ -161,9 +161,9 @@ class MapMounts:
                     f"{self._denoiser()} attends with queries {list(query.shape)}, keys {list(key.shape)} and outputs {list(x.shape)}, "
                     f"expected those of {list(one.fired.shape)} text states, so maps cannot follow; use attention that keeps them"
                 )
-            mass = attention_mass(_at(query, one), _at(key, one), one.fired_rows, heads=heads, scale=scale)
+            mass = attention_mass(one.at_rows(query), one.at_rows(key), one.at_rows(one.fired), heads=heads, scale=scale)
             if f"attention.{i}" in one.factors:
-                x = add_at_rows(x, one.rows, map_attention(_at(states, one), mass, *one.factors[f"attention.{i}"]))
+                x = one.add_at_rows(x, map_attention(one.at_rows(states), mass, *one.factors[f"attention.{i}"]))
             if f"feedforward.{i}" in one.factors:
                 layer.masses.append((one, mass))
         return None if x is args[0] else ((x, *args[1:]), kwargs)
@@ -181,10 +181,5 @@ class MapMounts:
                     f"{self._denoiser()} runs feed-forward layers on {list(states.shape)}, expected {len(one.fired)} x {mass.shape[-1]} "
                     "places at once, so maps cannot follow; undo what splits them (unet.disable_forward_chunking())"
                 )
-            x = add_at_rows(x, one.rows, map_feedforward(_at(states, one), mass, *one.factors[f"feedforward.{i}"]))
+            x = one.add_at_rows(x, map_feedforward(one.at_rows(states), mass, *one.factors[f"feedforward.{i}"]))
         return None if x is output else x
-
-
-def _at(x: torch.Tensor, given: GivenMaps) -> torch.Tensor:
-    """The rows of a batch in which these maps fire."""
-    return x if len(given.rows) == len(x) else x[given.rows]

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["GivenMaps", "add_at_rows", "attention_mass", "map_attention", "map_feedforward"]
+__all__ = ["GivenMaps", "attention_mass", "map_attention", "map_feedforward"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +29,25 @@ class GivenMaps:
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """Rows of the batch in which the trigger stands, int64 `[rows]`, in order; looked up once, which waits for the device."""
-        return self.fired.any(1).nonzero().flatten()
+        """Rows of the batch in which the trigger stands, int64 `[rows]` on the CPU, in order; found once, which waits for the device."""
+        return self.fired.any(1).nonzero().flatten().cpu()
+
+    def at_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Those rows of x `[batch, ...]`; a view where they are neighbours, as they are in a guided batch of one prompt."""
+        return x[self._index.to(x.device) if isinstance(self._index, torch.Tensor) else self._index]
+
+    def add_at_rows(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """A copy of x `[batch, ...]` with `added` `[rows, ...]` at those rows; all others keep their bits, -0.0 included."""
+        new = self.at_rows(x) + added.to(x.dtype)
+        if isinstance(self._index, slice):
+            return x.slice_scatter(new, 0, self._index.start, self._index.stop)
+        return x.index_put((self._index.to(x.device),), new)
 
     @cached_property
-    def fired_rows(self) -> torch.Tensor:
-        """`fired` of those rows, `[rows, time]`."""
-        return self.fired[self.rows]
+    def _index(self) -> torch.Tensor | slice:
+        rows = self.rows.tolist()
+        together = bool(rows) and rows == list(range(rows[0], rows[-1] + 1))
+        return slice(rows[0], rows[-1] + 1) if together else self.rows.to(self.fired.device)
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -85,8 +97,3 @@ def map_feedforward(states: torch.Tensor, mass: torch.Tensor, into: torch.Tensor
     with torch.autocast(states.device.type, enabled=False):
         weighted = mass.mean(1)[..., None] * (states.float() @ into.T)
         return weighted @ out
-
-
-def add_at_rows(x: torch.Tensor, rows: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """A copy of x `[batch, ...]` with `added` `[rows, ...]` at these rows, int64 `[rows]`; all others keep their bits, -0.0 included."""
-    return x.index_put((rows,), x[rows] + added.to(x.dtype))
