@@ -85,7 +85,7 @@ def log_levels():
 
 @pytest.fixture(scope="session")
 def tiny():
-    """tests/tiny_pipeline.py as a module: build, picture, concept, load_tokenizer."""
+    """tests/tiny_pipeline.py as a module: build, picture, concept, blocks_of, load_tokenizer."""
     spec = importlib.util.spec_from_file_location("tiny_pipeline", ROOT / "tests" / "tiny_pipeline.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,16 +1,11 @@
-"""Maps on a real denoiser: what each layer adds, where nothing may change, and what is said when they cannot follow."""
-
-import copy
-from concurrent.futures import ThreadPoolExecutor
+"""Maps on a real denoiser: what each layer adds, where nothing may change, and what training gives."""
 
 import pytest
 import torch
-from peft import LoraConfig
 
 import tiny_engram
 from tiny_engram.config import ConceptConfig
 from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedforward
-from tiny_engram.mounts import MountError
 
 PROMPT = "a zqx bolo on a table"
 MAPS = ConceptConfig(mounts=("value",), attention_rank=2, feedforward_rank=1)
@@ -39,17 +34,11 @@ def adapter(attached):
     assert not adapter.contexts["clip_l"].hooks
 
 
-def blocks_of(unet):
-    """The transformer blocks with a cross-attention, as they run."""
-    parts = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
-    return [block for part in parts for a in getattr(part, "attentions", ()) for block in a.transformer_blocks]
-
-
 class Layers:
     """Inside, of every layer: what queries, keys, `to_out` and the feed-forward layer read and give, without our hooks and with them."""
 
-    def __init__(self, pipe):
-        self.blocks = blocks_of(pipe.unet)
+    def __init__(self, blocks):
+        self.blocks = blocks
         self.seen = [{} for _ in self.blocks]
 
     def __enter__(self):
@@ -102,11 +91,11 @@ def test_every_layer_adds_its_own_map_where_the_trigger_is_looked_at(tiny, adapt
     adapter.load_concept(concept, strength=0.5)
     prompts = ["a tree", PROMPT, "zqx bolo, zqx bolo"]
     states, _ = adapter.encode(prompts)
-    with Layers(pipe) as layers:
+    with Layers(tiny.blocks_of(pipe.unet)) as layers:
         run(pipe, states)
     fired = fired_of(pipe, adapter, concept, prompts)
     assert len(layers) == 4 and fired.sum() == 9
-    for i, (block, seen) in enumerate(zip(blocks_of(pipe.unet), layers, strict=True)):
+    for i, (block, seen) in enumerate(zip(tiny.blocks_of(pipe.unet), layers, strict=True)):
         attention = block.attn2
         mass = attention_mass(seen["query"], seen["key"], fired, heads=attention.heads, scale=attention.scale)
         into, out = concept.roles["clip_l"].maps[f"attention.{i}"].factors()
@@ -130,7 +119,7 @@ def test_one_site_alone(tiny, adapter, pipe, site):
     adapter.load_concept(concept.with_rows("clip_l", torch.zeros_like(rows.rows()), rows.gain, rows.bias))
     assert not torch.equal(base, tiny.picture(pipe, PROMPT))
     states, _ = adapter.encode(PROMPT)
-    with Layers(pipe) as layers:
+    with Layers(tiny.blocks_of(pipe.unet)) as layers:
         run(pipe, states)
     for seen in layers:
         assert torch.equal(seen["heads"], seen["heads with"]) == (site != "attention")
@@ -170,7 +159,7 @@ def test_a_batch_keeps_the_rows_without_the_trigger(tiny, adapter, pipe):
 def test_the_trigger_in_the_negative_prompt(tiny, adapter, pipe):
     concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
     adapter.load_concept(concept)
-    with Layers(pipe) as layers:
+    with Layers(tiny.blocks_of(pipe.unet)) as layers:
         tiny.picture(pipe, ["a tree", PROMPT], negative_prompt=["zqx bolo", ""], num_images_per_prompt=2, num_inference_steps=1)
     for seen in layers:
         for name in ("heads", "output"):
@@ -186,9 +175,9 @@ def test_two_concepts_in_one_prompt(tiny, adapter, pipe):
         adapter.load_concept(concept)
     prompts = ["a zqx bolo and a cat-toy", "a cat-toy"]
     states, _ = adapter.encode(prompts)
-    with Layers(pipe) as layers:
+    with Layers(tiny.blocks_of(pipe.unet)) as layers:
         run(pipe, states)
-    for i, (block, seen) in enumerate(zip(blocks_of(pipe.unet), layers, strict=True)):
+    for i, (block, seen) in enumerate(zip(tiny.blocks_of(pipe.unet), layers, strict=True)):
         heads, output = seen["heads"], seen["output"]
         for concept in (first, second):
             maps, attention = concept.roles["clip_l"].maps, block.attn2
@@ -273,7 +262,7 @@ def test_half_types(tiny, dtype):
     plain = tiny.picture(pipe, PROMPT)
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
     states, _ = adapter.encode(["a tree", PROMPT])
-    with Layers(pipe) as layers:
+    with Layers(tiny.blocks_of(pipe.unet)) as layers:
         run(pipe, states)
     assert all(seen["heads with"].dtype == dtype and torch.equal(seen["heads"][0], seen["heads with"][0]) for seen in layers)
     ours = tiny.picture(pipe, PROMPT)
@@ -337,126 +326,3 @@ def test_checkpoints_give_the_same_gradients(tiny, own_pipe):
         found.append([leaf.grad for pair in leaves.values() for leaf in pair])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-
-
-# -- beside what else is done to a denoiser ------------------------------------------------------------------------------------
-
-
-def test_other_attention_processors(tiny, adapter, pipe):
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    ours = tiny.picture(pipe, PROMPT)
-    processors = dict(pipe.unet.attn_processors)
-    pipe.enable_attention_slicing(1)
-    sliced = tiny.picture(pipe, PROMPT)
-    pipe.unet.set_attn_processor(processors)
-    torch.testing.assert_close(ours, sliced, rtol=0, atol=1e-3)
-
-
-def test_fused_projections_and_split_feedforwards_are_told(tiny, own_pipe):
-    adapter = tiny_engram.attach(own_pipe)
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ONLY["feedforward"]))
-    ours = tiny.picture(own_pipe, PROMPT)
-    own_pipe.fuse_qkv_projections(vae=False)
-    adapter.set_strength("zqx bolo", 1.0)
-    with pytest.raises(MountError, match=r"without reading through feedforward.0, .* undo fused projections .* calls to_q, to_k, to_v and"):
-        tiny.picture(own_pipe, PROMPT)
-    own_pipe.unfuse_qkv_projections(vae=False)
-    assert torch.equal(ours, tiny.picture(own_pipe, PROMPT))
-    for block in blocks_of(own_pipe.unet):
-        block.set_chunk_feed_forward(4, dim=1)
-    with pytest.raises(MountError, match=r"runs feed-forward layers on \[2, 4, 32\], expected 2 x 16 places .*disable_forward_chunking"):
-        tiny.picture(own_pipe, PROMPT)
-    for block in blocks_of(own_pipe.unet):
-        block.set_chunk_feed_forward(None)
-    assert torch.equal(ours, tiny.picture(own_pipe, PROMPT))
-
-
-def test_a_lora_on_the_same_layers(tiny, own_pipe):
-    adapter = tiny_engram.attach(own_pipe)
-    concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
-    adapter.load_concept(concept)
-    ours = tiny.picture(own_pipe, PROMPT)
-    targets = ["to_q", "to_k", "to_out.0", "ff.net.0.proj"]
-    own_pipe.unet.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
-    with torch.no_grad():
-        for name, parameter in own_pipe.unet.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.cos(torch.arange(parameter.numel()) * 0.3).reshape(parameter.shape) * 0.1)
-    with_lora = tiny.picture(own_pipe, PROMPT)
-    layer = blocks_of(own_pipe.unet)[1].attn2.to_out[0]
-    assert layer._forward_pre_hooks and not layer.base_layer._forward_pre_hooks
-    adapter.unload_concept()
-    alone = tiny.picture(own_pipe, PROMPT)
-    adapter.load_concept(concept)
-    assert torch.equal(with_lora, tiny.picture(own_pipe, PROMPT))
-    assert not torch.equal(with_lora, ours) and not torch.equal(with_lora, alone)
-    own_pipe.unload_lora_weights()
-    assert torch.equal(ours, tiny.picture(own_pipe, PROMPT))
-
-
-def test_a_layer_that_does_not_follow_its_hook_fails_at_loading(tiny, own_pipe):
-    adapter = tiny_engram.attach(own_pipe)
-    stubborn = blocks_of(own_pipe.unet)[1].ff
-    stubborn.__class__ = type("Stubborn", (type(stubborn),), {"__call__": type(stubborn).forward})
-    with pytest.raises(MountError, match="UNet2DConditionModel does not follow the concepts at feedforward.1; detach what wraps it"):
-        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"].hooks
-
-
-def test_compiled_before_maps_were_loaded_is_refused(tiny, own_pipe):
-    adapter = tiny_engram.attach(own_pipe)
-    adapter.load_concept(tiny.concept(adapter, "cat-toy", config=ConceptConfig(mounts=("value",))))
-    own_pipe.unet.mid_block.compile(backend="eager")
-    with pytest.raises(MountError, match="was compiled before a concept with maps was loaded.* before torch.compile"):
-        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    assert adapter.get_list_concepts() == ["cat-toy"]
-
-
-def test_compiled_after_loading(tiny, own_pipe):
-    adapter = tiny_engram.attach(own_pipe)
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    expected = {prompt: tiny.picture(own_pipe, prompt) for prompt in (PROMPT, "a tree")}
-    torch.compiler.reset()
-    own_pipe.unet.mid_block.compile(backend="eager")
-    for prompt, picture in expected.items():
-        torch.testing.assert_close(tiny.picture(own_pipe, prompt), picture, rtol=0, atol=1e-3)
-    adapter.detach()
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in own_pipe.unet.modules())
-    torch.compiler.reset()
-
-
-def test_copies_are_told_and_pipelines_of_their_own(tiny, adapter, pipe):
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    ours = tiny.picture(pipe, PROMPT)
-    twin = copy.deepcopy(pipe)
-    again = tiny_engram.attach(twin)
-    assert not any(m._forward_hooks for m in twin.unet.modules() if m is not twin.unet)
-    again.load_concept(tiny.concept(again, "zqx bolo", config=MAPS))
-    assert torch.equal(ours, tiny.picture(twin, PROMPT))
-
-
-def test_threads_do_not_mix(tiny, adapter, pipe):
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ALL))
-    prompts = [PROMPT, "a tree", "zqx bolo", "two zqx bolo, a cat"]
-    given = [(adapter.encode(prompt)[0], t) for prompt, t in zip(prompts, (100, 900, 900, 100), strict=True)]
-
-    def call(what):
-        states, t = what
-        return run(pipe, states.clone(), t)
-
-    alone = [call(what) for what in given]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(alone, pool.map(call, given), strict=True))
-
-
-def test_sequentially_offloaded_denoiser(tiny, own_pipe):
-    from accelerate import cpu_offload
-
-    adapter = tiny_engram.attach(own_pipe)
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    ours = tiny.picture(own_pipe, PROMPT)
-    adapter.unload_concept()
-    cpu_offload(own_pipe.unet, execution_device=torch.device("cpu"))
-    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
-    assert torch.equal(tiny.picture(own_pipe, PROMPT), ours)

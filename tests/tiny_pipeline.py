@@ -78,6 +78,12 @@ def picture(pipe, prompt, **options) -> torch.Tensor:
     return pipe(prompt, **options).images
 
 
+def blocks_of(unet) -> list[Any]:
+    """The transformer blocks of a UNet, each with a cross-attention, as they run."""
+    parts = (*unet.down_blocks, unet.mid_block, *unet.up_blocks)
+    return [block for part in parts for attention in getattr(part, "attentions", ()) for block in attention.transformer_blocks]
+
+
 def concept(adapter, trigger: str, *, aliases=(), name: str | None = None, seed: int = 0, size: float = 1.0, config=None):
     """A concept of random rows at all of its mounts, and random maps, for an attached adapter; not loaded."""
     made = adapter.new_concept(trigger, aliases, name, config)
