@@ -4,7 +4,7 @@ and kernels.
 A fired position's result depends on its own span alone: every sum runs in a fixed order that no other row of the batch can change.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 
-__all__ = ["Spans", "apply_concept", "apply_mounts", "apply_spans"]
+__all__ = ["Spans", "apply_concept", "apply_spans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,6 @@ class Spans:
         """Batch row, time and row position of every fired position, int64 `[N]`, span by span."""
         owner, step = _owner_and_step(self.length)
         return self.batch[owner], self.start[owner] + step, self.offset[owner] + step
-
-    def at_each(self, mounts: int, batch: int, positions: int) -> "Spans":
-        """These spans once a mount, for states stacked by mount (row b of mount k is k * batch + b) and rows stacked likewise."""
-        mount = torch.from_numpy(np.repeat(np.arange(mounts), len(self)))
-        again = [x.repeat(mounts) for x in (self.batch, self.start, self.length, self.offset)]
-        return Spans(again[0] + mount * batch, again[1], again[2], again[3] + mount * positions)
 
 
 def _owner_and_step(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,31 +137,3 @@ def apply_concept(
     at = spans.flat()[2].to(rows.device)
     scale = torch.full((len(at),), strength * rho, dtype=torch.float32)
     return apply_spans(hidden, spans, rows[at], gain[at], bias[at], scale, basis_seed=basis_seed)
-
-
-def apply_mounts(
-    hidden: torch.Tensor,
-    spans: Spans,
-    rows: torch.Tensor,
-    gain: torch.Tensor,
-    bias: torch.Tensor,
-    *,
-    rho: Sequence[float],
-    strength: float = 1.0,
-    basis_seed: int = 0,
-) -> torch.Tensor:
-    """`apply_concept` at several mounts that read the same states, in one pass: `[mounts, batch, time, width]`.
-
-    rows float32 `[mounts, positions, columns, head_dim]`, gain and bias float32 `[mounts, positions]`, one rho a mount.
-    """
-    mounts, positions = rows.shape[:2]
-    stacked = hidden.expand(mounts, *hidden.shape).reshape(-1, *hidden.shape[1:])
-    if not len(spans):
-        return stacked.view(mounts, *hidden.shape)
-    everywhere = spans.at_each(mounts, len(hidden), positions)
-    at = everywhere.flat()[2].to(rows.device)
-    scale = torch.tensor([strength * r for r in rho], dtype=torch.float32).repeat_interleave(len(at) // mounts)
-    out = apply_spans(
-        stacked, everywhere, rows.flatten(0, 1)[at], gain.flatten()[at], bias.flatten()[at], scale, basis_seed=basis_seed
-    )
-    return out.view(mounts, *hidden.shape)
