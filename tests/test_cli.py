@@ -163,6 +163,7 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         learning_rate=0.5,
         gate_learning_rate=0.25,
         map_learning_rate=0.125,
+        adam_beta2=0.5,
         lr_scheduler="linear",
         lr_warmup_steps=5,
         max_grad_norm=2.0,

@@ -31,6 +31,8 @@ def make(**changes) -> TrainConfig:
         ("learning_rate", 0.0),
         ("learning_rate", math.nan),
         ("gate_learning_rate", math.inf),
+        ("map_learning_rate", 0.0),
+        ("adam_beta2", 1.0),
         ("max_grad_norm", -1.0),
         ("caption_dropout", 1.5),
         ("caption_dropout", math.nan),
@@ -40,6 +42,14 @@ def make(**changes) -> TrainConfig:
         ("context_rho", 0.5),
         ("mounts", ()),
         ("mounts", ("span", 1)),
+        ("share", "width"),
+        ("share", "stage"),
+        ("bands", 5),
+        ("bands", 2.0),
+        ("bands", 2),
+        ("attention_rank", -1),
+        ("feedforward_rank", 0.5),
+        ("class_word", " "),
         ("rho", math.nan),
         ("snr_gamma", -5.0),
         ("resolution", 4),
@@ -57,6 +67,14 @@ def test_nonsense_is_refused_with_field_value_and_expectation(field, value):
     with pytest.raises(ConfigError, match=f"{field} is .*expected") as caught:
         make(**{field: value})
     assert repr(value) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_only_some_mounts_can_use_is_refused_with_others():
+    with pytest.raises(ConfigError, match="class_word is 'lamp', expected None where mounts are neither 'input' nor 'span'"):
+        make(mounts=("value",), class_word="lamp")
+    for mounts in (("input",), ("input", "span")):
+        assert not make(mounts=mounts, class_word="lamp").at_denoiser and make(mounts=mounts, attention_rank=1).at_denoiser
+    assert make(mounts=("input", "value"), bands=4, share="stage").at_denoiser
 
 
 @pytest.mark.parametrize("field", ["caption_template", "validation_prompts"])

@@ -31,6 +31,7 @@ class TrainConfig:
         skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
         resolution: side of the square pictures are cropped to; None takes the base's own.
         learning_rate: Adam's rate for rows; gates take `gate_learning_rate`, maps `map_learning_rate`. No weight decay on any.
+        adam_beta2: how slowly Adam forgets the squares of gradients; its beta1 is 0.9.
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
             that), or single mounts such as "context.0.key".
@@ -62,6 +63,7 @@ class TrainConfig:
     learning_rate: float = 1e-2
     gate_learning_rate: float = 1e-2
     map_learning_rate: float = 2e-3
+    adam_beta2: float = 0.99
     lr_scheduler: str = "cosine"
     lr_warmup_steps: int = 10
     max_grad_norm: float = 1.0
@@ -100,6 +102,7 @@ class TrainConfig:
             value = getattr(self, field)
             check(isinstance(value, int | float) and math.isfinite(value) and value > 0, field, "a number above 0")
         check(0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
+        check(0 <= self.adam_beta2 < 1, "adam_beta2", "a share from 0 to below 1")
         check(0 <= self.ema_decay < 1, "ema_decay", "a share from 0 to below 1")
         check(self.rho is None or 0 < self.rho < math.inf, "rho", "a number above 0")
         check(self.context_rho is None or 0 < self.context_rho < math.inf, "context_rho", "a number above 0")

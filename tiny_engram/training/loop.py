@@ -218,7 +218,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     ]
     if module.maps is not None:
         groups.append({"params": [module.maps], "lr": config.map_learning_rate})
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    optimizer = torch.optim.Adam(groups, betas=(0.9, config.adam_beta2))
     base_rates = [group["lr"] for group in optimizer.param_groups]
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
