@@ -22,14 +22,15 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """One cross-attention of a denoiser, with `to_q`, `to_k`, `to_v` and `to_out`; the stage it lies in; the transformer block around it.
+    """One cross-attention of a denoiser, with `to_q`, `to_k`, `to_v` and `to_out`; the name of the
+    block it lies in, "down1" or "mid"; the transformer layer around it.
 
-    What others put in the place of a layer later is found under the block's attributes again, so hooks go by those.
+    What others put in the place of a layer later is found under the layer's attributes again, so hooks go by those.
     """
 
     module: Any
-    stage: str
-    block: Any
+    block: str
+    transformer: Any
 
     @property
     def channels(self) -> int | None:
@@ -38,8 +39,8 @@ class CrossAttention:
 
     @property
     def feedforward(self) -> Any | None:
-        """The feed-forward layer that the block runs after it, as it is now; it reads as many channels. None without one."""
-        return getattr(self.block, "ff", None)
+        """The feed-forward layer that its transformer layer runs after it, as it is now; it reads as many channels. None without one."""
+        return getattr(self.transformer, "ff", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,13 @@ def _encode_stable_diffusion(pipe: Any, prompts: Sequence[str], negative: Sequen
 def _unet_attentions(unet: Any, role: str) -> tuple[CrossAttention, ...]:
     """The cross-attentions of a UNet; one encoder's states, as they are, go to all of them."""
     # The UNet registers its middle block last and runs it between the others.
-    stages = (*(("down", block) for block in unet.down_blocks), ("mid", unet.mid_block), *(("up", block) for block in unet.up_blocks))
+    downs, ups = (
+        [(f"{side}{i}", part) for i, part in enumerate(parts)] for side, parts in (("down", unet.down_blocks), ("up", unet.up_blocks))
+    )
+    blocks = (*downs, ("mid", unet.mid_block), *ups)
     return tuple(
-        CrossAttention(module, stage, part.get_submodule(name.rpartition(".")[0]))
-        for stage, part in stages
+        CrossAttention(module, block, part.get_submodule(name.rpartition(".")[0]))
+        for block, part in blocks
         if part is not None
         for name, module in part.named_modules()
         if name.endswith("attn2")

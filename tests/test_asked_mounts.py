@@ -1,4 +1,4 @@
-"""What a config asks of a pipeline: mounts by group, stage and band, and maps by rank; how it is reported, and what is refused."""
+"""What a config asks of a pipeline: mounts by group, block and band, and maps by rank; how it is reported, and what is refused."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ from tiny_engram.concept import Concept, MapRows
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 
-ALL = ConceptConfig(mounts=("input", "value"), share="stage", bands=2, attention_rank=2, feedforward_rank=1, context_rho=0.8)
-VALUES = tuple(f"context.{stage}.value.{k}of2" for stage in ("down", "mid", "up") for k in (1, 2))
+ALL = ConceptConfig(mounts=("input", "value"), share="block", bands=2, attention_rank=2, feedforward_rank=1, context_rho=0.8)
+VALUES = tuple(f"context.{block}.value.{k}of2" for block in ("down1", "mid", "up0") for k in (1, 2))
 MAPS = {f"{site}.{i}": (rank, 32) for i in range(4) for site, rank in (("attention", 2), ("feedforward", 1))}
 PROMPT = "a zqx bolo on a table"
 
@@ -22,9 +22,9 @@ def test_groups_and_ranks_are_spread_over_the_pipeline(adapter):
     assert [rows.rho for rows in place.mounts.values()] == [2.5] + [0.8] * 6
     assert {name: (rows.rank, rows.channels) for name, rows in place.maps.items()} == MAPS
     assert not any(rows.rows().any() for rows in place.mounts.values()) and not any(rows.factors()[1].any() for rows in place.maps.values())
-    plain = adapter.new_concept("zqx bolo", config=ConceptConfig(mounts=("key", "context.up.value"), bands=4)).roles["clip_l"]
+    plain = adapter.new_concept("zqx bolo", config=ConceptConfig(mounts=("key", "context.up0.value"), bands=4)).roles["clip_l"]
     keys = tuple(f"context.{i}.key.{k}of4" for i in range(4) for k in (1, 2, 3, 4))
-    assert set(plain.mounts) == {*keys, "context.up.value"} and not plain.maps
+    assert set(plain.mounts) == {*keys, "context.up0.value"} and not plain.maps
 
 
 def test_what_the_pipeline_cannot_hold_is_refused(adapter):
@@ -44,7 +44,7 @@ def test_the_report_counts_maps(tiny, adapter):
     assert role.mounts == ("input", *VALUES) and role.maps == MAPS and role.nbytes == concept.nbytes
     assert "    mounts: input, 3 shared values in 2 bands\n    maps: 4 attention maps, 4 feedforward maps\n" in str(report)
     described = json.loads(json.dumps(report.to_dict()))["roles"]["clip_l"]
-    assert described["maps"]["attention.3"] == [2, 32] and described["mounts"][-1] == "context.up.value.2of2"
+    assert described["maps"]["attention.3"] == [2, 32] and described["mounts"][-1] == "context.up0.value.2of2"
     assert adapter.register("zqx bolo").roles["clip_l"].maps == {} and "maps" not in str(adapter.register("zqx bolo"))
 
 

@@ -1,4 +1,4 @@
-"""Rows of stages and of bands of timesteps: which of them each projection reads, when, and beside which others."""
+"""Rows of blocks and of bands of timesteps: which of them each projection reads, when, and beside which others."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from tiny_engram.mounts import MountError
 from tiny_engram.residual import apply_concept
 
 PROMPT = "a zqx bolo on a table"
-STAGES = ConceptConfig(mounts=("context",), share="stage")
+SHARED = ConceptConfig(mounts=("context",), share="block")
 BANDS = ConceptConfig(mounts=("context",), bands=2)
-BOTH = ConceptConfig(mounts=("value",), share="stage", bands=2)
+BOTH = ConceptConfig(mounts=("value",), share="block", bands=2)
 # The cross-attentions of the tests' denoiser, as they run.
-STAGE = {0: "down", 1: "mid", 2: "up", 3: "up"}
+BLOCK = {0: "down1", 1: "mid", 2: "up0", 3: "up0"}
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +74,19 @@ def moved(pipe, adapter, concept, mount, states, prompt, strength=1.0):
     return apply_concept(states, spans, rows.rows(), rows.gain, rows.bias, rho=rows.rho, strength=strength)
 
 
-def test_a_stage_reads_one_set_of_rows(tiny, adapter, pipe):
-    concept = tiny.concept(adapter, "zqx bolo", config=STAGES)
-    assert [f"context.{stage}.{kind}" for stage in ("down", "mid", "up") for kind in ("key", "value")] == list(
+def test_a_block_reads_one_set_of_rows(tiny, adapter, pipe):
+    concept = tiny.concept(adapter, "zqx bolo", config=SHARED)
+    assert [f"context.{block}.{kind}" for block in ("down1", "mid", "up0") for kind in ("key", "value")] == list(
         concept.roles["clip_l"].mounts
     )
     adapter.load_concept(concept, strength=0.7)
     states, _ = adapter.encode(PROMPT)
     with Reads(adapter) as seen:
         run(pipe, states)
-    for i, stage in STAGE.items():
+    for i, block in BLOCK.items():
         for kind in ("key", "value"):
             (read,) = seen[f"context.{i}.{kind}"]
-            assert torch.equal(read, moved(pipe, adapter, concept, f"context.{stage}.{kind}", states, PROMPT, 0.7))
+            assert torch.equal(read, moved(pipe, adapter, concept, f"context.{block}.{kind}", states, PROMPT, 0.7))
     assert seen["context.2.key"][0] is seen["context.3.key"][0]
 
 
@@ -119,11 +119,11 @@ def test_each_row_has_its_own_timestep(tiny, adapter, pipe):
     with Reads(adapter) as seen:
         run(pipe, states, torch.tensor([100, 100, 900, 900]))
         run(pipe, states, torch.tensor([900, 100, 900, 900]))
-    for i, stage in STAGE.items():
+    for i, block in BLOCK.items():
         assert all(read is states for read in seen[f"context.{i}.key"])
         for read, bands in zip(seen[f"context.{i}.value"], ((1, 1, 2, 2), (2, 1, 2, 2)), strict=True):
             for row, (prompt, band) in enumerate(zip(prompts, bands, strict=True)):
-                expected = moved(pipe, adapter, concept, f"context.{stage}.value.{band}of2", states[row : row + 1], prompt)
+                expected = moved(pipe, adapter, concept, f"context.{block}.value.{band}of2", states[row : row + 1], prompt)
                 assert torch.equal(read[row : row + 1], expected)
 
 
@@ -145,7 +145,7 @@ def test_a_single_band_changes_the_picture(tiny, adapter, pipe):
     base = tiny.picture(pipe, PROMPT, num_inference_steps=4)
     changed = []
     for band in (1, 2):
-        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=(f"context.up.value.{band}of2",))))
+        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=(f"context.up0.value.{band}of2",))))
         states, _ = adapter.encode(PROMPT)
         with Reads(adapter) as seen:
             run(pipe, states, 100)
@@ -157,10 +157,10 @@ def test_a_single_band_changes_the_picture(tiny, adapter, pipe):
 
 
 def test_concepts_of_other_layouts_in_one_prompt(tiny, adapter, pipe):
-    """By cross-attention, by stage, in two bands and in three: a projection reads all of them, each where its trigger stands."""
+    """By cross-attention, by block, in two bands and in three: a projection reads all of them, each where its trigger stands."""
     configs = {
         "zqx bolo": ConceptConfig(mounts=("context",)),
-        "cat-toy": ConceptConfig(mounts=("context",), share="stage", bands=2),
+        "cat-toy": ConceptConfig(mounts=("context",), share="block", bands=2),
         "kelo vin": ConceptConfig(mounts=("value",), bands=3, heads=4),
     }
     prompt = "a zqx bolo, a cat-toy and a kelo vin"
@@ -171,10 +171,10 @@ def test_concepts_of_other_layouts_in_one_prompt(tiny, adapter, pipe):
     for t, two, three in ((0, 1, 1), (400, 1, 2), (600, 2, 2), (700, 2, 3)):
         with Reads(adapter) as seen:
             run(pipe, states, t)
-        for i, stage in STAGE.items():
+        for i, block in BLOCK.items():
             for kind in ("key", "value"):
                 (read,) = seen[f"context.{i}.{kind}"]
-                mounts = {"zqx bolo": f"context.{i}.{kind}", "cat-toy": f"context.{stage}.{kind}.{two}of2"}
+                mounts = {"zqx bolo": f"context.{i}.{kind}", "cat-toy": f"context.{block}.{kind}.{two}of2"}
                 if kind == "value":
                     mounts["kelo vin"] = f"context.{i}.value.{three}of3"
                 expected = states[1:]

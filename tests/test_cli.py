@@ -168,7 +168,7 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         lr_warmup_steps=5,
         max_grad_norm=2.0,
         mounts=("span", "value"),
-        share="stage",
+        share="block",
         bands=2,
         attention_rank=3,
         feedforward_rank=1,

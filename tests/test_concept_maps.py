@@ -24,7 +24,7 @@ def make(tiny):
     compressed = CompressedTokenizer(tokenizer)
     compiled = compile_trigger("zqx bolo", tokenizer, ("zqx bolos",), compressed=compressed)
 
-    def build(maps=SHAPES, mounts=("span", "input", "context.up.value.1of2"), **options):
+    def build(maps=SHAPES, mounts=("span", "input", "context.up0.value.1of2"), **options):
         about = {"widths": {"clip_l": 128}, "fingerprints": {"clip_l": compressed.fingerprint}}
         return Concept.new({"clip_l": compiled}, mounts={"clip_l": mounts}, maps={"clip_l": maps}, **about, **options)
 
@@ -97,11 +97,11 @@ def test_maps_that_make_no_sense_are_refused(make, maps, expected):
 
 
 def test_the_file_keeps_maps_and_every_kind_of_mount(taught, tmp_path):
-    config = ConceptConfig(mounts=("span", "input", "value"), share="stage", bands=2, attention_rank=2, feedforward_rank=2)
+    config = ConceptConfig(mounts=("span", "input", "value"), share="block", bands=2, attention_rank=2, feedforward_rank=2)
     path = taught.with_details(config=config).save(tmp_path / "c.safetensors")
     loaded = Concept.load(path)
     assert loaded.describe() == taught.with_details(config=config).describe() and loaded.nbytes == taught.nbytes
-    assert loaded.describe()["format"] == 2 and list(loaded.roles["clip_l"].mounts) == ["span", "input", "context.up.value.1of2"]
+    assert loaded.describe()["format"] == 2 and list(loaded.roles["clip_l"].mounts) == ["span", "input", "context.up0.value.1of2"]
     maps = loaded.roles["clip_l"].maps
     assert list(maps) == list(SHAPES)
     for name, rows in taught.roles["clip_l"].maps.items():
@@ -117,7 +117,7 @@ def test_what_old_readers_understand_says_so_in_their_words(make):
     assert "maps" not in old["roles"]["clip_l"]
     for new in (
         make(maps={}, mounts=("input",)),
-        make(maps={}, mounts=("context.up.key",)),
+        make(maps={}, mounts=("context.up0.key",)),
         make(maps={}, mounts=("context.0.key.1of2",)),
         make(maps={"attention.0": (1, 96)}, mounts=("span",)),
         make(maps={}, mounts=("span",), config=ConceptConfig(bands=2)),

@@ -10,7 +10,7 @@ from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedf
 PROMPT = "a zqx bolo on a table"
 MAPS = ConceptConfig(mounts=("value",), attention_rank=2, feedforward_rank=1)
 ONLY = {"attention": ConceptConfig(mounts=("span",), attention_rank=2), "feedforward": ConceptConfig(mounts=("span",), feedforward_rank=2)}
-ALL = ConceptConfig(mounts=("input", "span", "context"), share="stage", bands=2, attention_rank=1, feedforward_rank=1)
+ALL = ConceptConfig(mounts=("input", "span", "context"), share="block", bands=2, attention_rank=1, feedforward_rank=1)
 
 
 @pytest.fixture(scope="module")

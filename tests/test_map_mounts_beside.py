@@ -14,7 +14,7 @@ from tiny_engram.mounts import MountError
 PROMPT = "a zqx bolo on a table"
 MAPS = ConceptConfig(mounts=("value",), attention_rank=2, feedforward_rank=1)
 FED = ConceptConfig(mounts=("span",), feedforward_rank=2)
-ALL = ConceptConfig(mounts=("input", "span", "context"), share="stage", bands=2, attention_rank=1, feedforward_rank=1)
+ALL = ConceptConfig(mounts=("input", "span", "context"), share="block", bands=2, attention_rank=1, feedforward_rank=1)
 
 
 @pytest.fixture(scope="module")

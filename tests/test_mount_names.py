@@ -50,7 +50,7 @@ def test_groups_of_a_pipeline_without_context_mounts():
 def test_in_words():
     assert describe_mounts(KNOWN) == "span, 2 keys, 2 values"
     assert describe_mounts(("context.1.value",)) == "1 value" and describe_mounts(("span",)) == "span"
-    banded = choose_mounts(("input", "value"), ALL, role="clip_l", share="stage", bands=2)
+    banded = choose_mounts(("input", "value"), ALL, role="clip_l", share="block", bands=2)
     assert describe_mounts(banded) == "input, 2 shared values in 2 bands"
     assert describe_mounts(("context.up.key", "context.1.key.1of3", "context.1.key.2of3")) == "1 shared key, 1 key in 3 bands"
     assert describe_maps(("attention.0", "feedforward.0", "attention.1")) == "2 attention maps, 1 feedforward map"
@@ -117,15 +117,15 @@ def test_bands_are_equal_shares_of_the_timesteps(timestep, bands, band):
     ("asked", "share", "bands", "meant"),
     [
         (("value",), "none", 1, ("context.0.value", "context.1.value")),
-        (("value",), "stage", 1, ("context.down.value", "context.up.value")),
+        (("value",), "block", 1, ("context.down.value", "context.up.value")),
         (("input", "key"), "none", 2, ("input", *(f"context.{i}.key.{k}of2" for i in (0, 1) for k in (1, 2)))),
         (
             ("context",),
-            "stage",
+            "block",
             3,
             tuple(f"context.{s}.{kind}.{k}of3" for s in ("down", "up") for kind in ("key", "value") for k in (1, 2, 3)),
         ),
-        (("context.1.key", "value", "span"), "stage", 1, ("span", "context.1.key", "context.down.value", "context.up.value")),
+        (("context.1.key", "value", "span"), "block", 1, ("span", "context.1.key", "context.down.value", "context.up.value")),
         (("context.up.key.2of4",), "none", 2, ("context.up.key.2of4",)),
     ],
 )
@@ -139,7 +139,7 @@ def test_bands_are_said_and_not_listed():
     with pytest.raises(TinyEngramError, match="mount 'context.1.key.3of2' is unknown at t5; .* such as context.1.value.4of4$"):
         choose_mounts(("context.1.key.3of2",), ALL, role="t5")
     with pytest.raises(TinyEngramError, match="mount 'value' is unknown"):
-        choose_mounts(("value",), KNOWN, role="t5", share="stage")
+        choose_mounts(("value",), KNOWN, role="t5", share="block")
 
 
 def test_maps_that_ranks_mean():
@@ -165,6 +165,6 @@ def test_nonsense_in_what_groups_mean_is_refused(change):
 
 
 def test_the_token_embeddings_have_the_bound_of_the_encoder():
-    config = ConceptConfig(mounts=("input", "value"), rho=2.0, context_rho=0.5, share="stage", bands=2, attention_rank=2)
+    config = ConceptConfig(mounts=("input", "value"), rho=2.0, context_rho=0.5, share="block", bands=2, attention_rank=2)
     assert config.rho_at("input") == 2.0 and config.rho_at("context.up.value.1of2") == 0.5
     assert ConceptConfig.from_dict(config.to_dict()) == config

@@ -13,7 +13,7 @@ from tiny_engram.residual import apply_concept
 PROMPT = "a zqx bolo on a table"
 INPUT = ConceptConfig(mounts=("input",))
 BOTH = ConceptConfig(mounts=("input", "span"))
-ALL = ConceptConfig(mounts=("input", "span", "context"), share="stage", bands=2, attention_rank=1, feedforward_rank=1)
+ALL = ConceptConfig(mounts=("input", "span", "context"), share="block", bands=2, attention_rank=1, feedforward_rank=1)
 
 
 def encode(pipe, prompt, **options):

@@ -5,7 +5,7 @@ import torch
 
 from tiny_engram.config import ConceptConfig
 
-MAPPED = ConceptConfig(mounts=("input", "value"), share="stage", bands=2, attention_rank=2, feedforward_rank=1)
+MAPPED = ConceptConfig(mounts=("input", "value"), share="block", bands=2, attention_rank=2, feedforward_rank=1)
 # Made before there were other mounts than these: the rows of files do not move, but stored tables and logs would.
 FIRST_ROWS = {
     "span": [1847415364, 3350776280, 5036774972, 7205512713],
@@ -38,7 +38,7 @@ def ids_of(pipe, *prompts):
 
 def test_mounts_and_maps_of_a_pipeline(store, adapter):
     assert store.mounts[:9] == ("span", *adapter.contexts["clip_l"].names) and store.mounts[9] == "input"
-    assert store.mounts[10:12] == ("context.down.key", "context.down.value") and "context.mid.value.2of3" in store.mounts
+    assert store.mounts[10:12] == ("context.down1.key", "context.down1.value") and "context.mid.value.2of3" in store.mounts
     assert store.context_mounts == tuple(m for m in store.mounts if m not in ("span", "input"))
     assert store.maps == {f"{site}.{i}": 32 for i in range(4) for site in ("attention", "feedforward")}
     assert store.empty().mounts == store.mounts and store.empty().maps == store.maps
@@ -61,13 +61,13 @@ def test_every_mount_has_addresses_of_its_own(store, add):
 
 def test_rows_of_new_mounts_are_read_as_they_were_put_in(store, add, pipe):
     concept = add("zqx bolo", MAPPED, strength=0.5)
-    wanted = ("input", "context.up.value.2of2", "context.up.value.1of2")
+    wanted = ("input", "context.up0.value.2of2", "context.up0.value.1of2")
     plan = store.plan_at(wanted, ids_of(pipe, "a tree", "a zqx bolo on a table"))
     assert plan.mounts == wanted and plan.places == (("zqx bolo", 1, 2, 3),)
     (fired,) = plan.fired
     rows = torch.cat([concept.mount_rows("clip_l", m).rows() for m in wanted])
     assert torch.equal(fired.rows, rows) and fired.spans.batch.tolist() == [1, 3, 5]
-    assert store.plan_at(("span", "context.up.value"), ids_of(pipe, "a zqx bolo")).fired == ()
+    assert store.plan_at(("span", "context.up0.value"), ids_of(pipe, "a zqx bolo")).fired == ()
 
 
 def test_maps_fire_with_their_concept(store, add, pipe):
@@ -99,7 +99,7 @@ def test_what_counts_as_a_context(store, add):
     assert store.maps_of("cat-toy") == tuple(f"feedforward.{i}" for i in range(4)) and store.maps_of("zqx bolo") == ()
     add("sks", MAPPED)
     store.set_strength("cat-toy", 0.0)
-    values = {f"context.{stage}.value.{k}of2" for stage in ("down", "mid", "up") for k in (1, 2)}
+    values = {f"context.{block}.value.{k}of2" for block in ("down1", "mid", "up0") for k in (1, 2)}
     assert store.active_contexts == values | set(store.maps)
     store.remove("sks")
     assert store.has_contexts and not store.active_contexts

@@ -32,7 +32,7 @@ TRAIN_HELP = {
     "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
     "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}'",
     "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
-    "share": "context rows: 'none', of its own for each cross-attention, or 'stage', one set for all of a stage",
+    "share": "context rows: 'none', of its own for each cross-attention, or 'block', one set for all of a block of the denoiser",
     "bands": "shares of the timesteps that have context rows of their own, up to 4",
     "attention_rank": "of maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",
     "feedforward_rank": "of maps at the feed-forward layers behind them; 0 for none",

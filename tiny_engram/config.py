@@ -169,7 +169,7 @@ class ConceptConfig(_Json):
         basis_seed: of the fixed key and value bases.
         mounts: where rows are added: names of mounts, or the groups "context", "key" and "value" of `mount_names`.
         context_rho: rho of the context mounts; None takes `rho`.
-        share: what the groups mean: "none", rows of its own for each cross-attention; "stage", one set for all of a stage.
+        share: what the groups mean: "none", rows of its own for each cross-attention; "block", one set for all of a block.
         bands: shares of the scheduler's timesteps that have context rows of their own, 1 to 4; for the groups alone, as `share`.
         attention_rank: of the maps at the cross-attentions' outputs; 0 for none.
         feedforward_rank: of the maps at the feed-forward layers behind them; 0 for none.
@@ -183,7 +183,7 @@ class ConceptConfig(_Json):
     basis_seed: int = 0
     mounts: tuple[str, ...] = (SPAN,)
     context_rho: float | None = None
-    share: Literal["none", "stage"] = "none"
+    share: Literal["none", "block"] = "none"
     bands: int = 1
     attention_rank: int = 0
     feedforward_rank: int = 0
@@ -201,8 +201,8 @@ class ConceptConfig(_Json):
             raise ConfigError(f"ConceptConfig.mounts is {self.mounts!r}: expected one or more names such as 'span' or 'context'")
         if self.context_rho is not None:
             _need_positive(self, "context_rho")
-        if self.share not in ("none", "stage"):
-            raise ConfigError(f"ConceptConfig.share is {self.share!r}: expected 'none' or 'stage'")
+        if self.share not in ("none", "block"):
+            raise ConfigError(f"ConceptConfig.share is {self.share!r}: expected 'none' or 'block'")
         _need_int(self, 1, "bands")
         if self.bands > MOST_BANDS:
             raise ConfigError(f"ConceptConfig.bands is {self.bands}: expected 1 to {MOST_BANDS}")

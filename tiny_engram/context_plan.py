@@ -1,6 +1,6 @@
 """What each place of a denoiser reads in the place of one tensor of text states. May import maps, mount_names and store.
 
-A *place* is a projection, `context.{i}.key` or `context.{i}.value`. It reads the rows of its own mounts and of its stage's, of those in
+A *place* is a projection, `context.{i}.key` or `context.{i}.value`. It reads the rows of its own mounts and of its block's, of those in
 bands the ones of the timestep at hand. Spans of different concepts never overlap, so neither does what they add.
 """
 
@@ -21,16 +21,16 @@ Timesteps = Callable[[], Sequence[float]]
 class ContextLayout:
     """Which mounts each place reads.
 
-    `stages` holds the stage of each cross-attention, in running order; `training_timesteps` gives the scheduler's number of them.
+    `blocks` holds the block of each cross-attention, in running order; `training_timesteps` gives the scheduler's number of them.
     """
 
-    def __init__(self, mounts: Sequence[str], stages: Sequence[str], *, training_timesteps: Callable[[], int]) -> None:
+    def __init__(self, mounts: Sequence[str], blocks: Sequence[str], *, training_timesteps: Callable[[], int]) -> None:
         self.training_timesteps = training_timesteps
         self.names = {mount: name for mount in mounts if (name := context_name(mount)) is not None}
         self._places: dict[str, tuple[str, ...]] = {}
         self._mounts: dict[str, list[str]] = {}
         for mount, name in self.names.items():
-            numbers = [i for i, stage in enumerate(stages) if stage == name.where] if name.shared else [int(name.where)]
+            numbers = [i for i, block in enumerate(blocks) if block == name.where] if name.shared else [int(name.where)]
             self._places[mount] = tuple(f"context.{i}.{name.kind}" for i in numbers)
             for place in self._places[mount]:
                 self._mounts.setdefault(place, []).append(mount)

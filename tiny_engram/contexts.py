@@ -59,7 +59,8 @@ class ContextMounts:
     Args:
         places: name of each place -> the module and the attribute under which its projection is found: PEFT and others put their own
             layers there, and the hook follows.
-        attentions: the cross-attentions of these places, in running order: `.module`, `.stage`, and the transformer `.block` around it.
+        attentions: the cross-attentions of these places, in running order: `.module`, the name of its `.block`, and the
+            `.transformer` layer around it.
         denoiser: gives the pipeline's present one.
         training_timesteps: gives the number of timesteps of the pipeline's present scheduler.
     """
@@ -76,14 +77,14 @@ class ContextMounts:
     ) -> None:
         self.names = tuple(places)
         self.mount = mount
-        self.layout = ContextLayout(mount.store.mounts, [a.stage for a in attentions], training_timesteps=training_timesteps)
+        self.layout = ContextLayout(mount.store.mounts, [a.block for a in attentions], training_timesteps=training_timesteps)
         self._seconds = 0.0
         self._denoiser = denoiser
         self._following = FollowingHooks(owner)
         for name, (module, attribute) in places.items():
             self._following.add(name, module, attribute, partial(self._read, name), pre=True)
         mapped = {i: a for i, a in enumerate(attentions) if f"attention.{i}" in mount.store.maps}
-        feedforwards = {i: (a.block, "ff") for i, a in mapped.items() if f"feedforward.{i}" in mount.store.maps}
+        feedforwards = {i: (a.transformer, "ff") for i, a in mapped.items() if f"feedforward.{i}" in mount.store.maps}
         self._maps = MapMounts({i: a.module for i, a in mapped.items()}, feedforwards, denoiser=self._called, owner=owner)
         # The place whose projection sees the text states as the denoiser was given them -> its cross-attention.
         self._keys = {f"context.{i}.key": i for i in mapped}

@@ -2,7 +2,7 @@
 
 "span" is the residual on an encoder's last hidden state, "input" the one on its token embeddings. "context.{i}.key" and
 "context.{i}.value" are residuals in what the key and the value projection of the denoiser's i-th cross-attention read, counted in
-running order; "context.{stage}.key" in what those of all cross-attentions of a stage read. Such a name may end in a band,
+running order; "context.{block}.key" in what those of all cross-attentions of a block read. Such a name may end in a band,
 ".1of2": then its rows are read in that share of the scheduler's timesteps alone, of which the first begins at timestep 0.
 
 "attention.{i}" and "feedforward.{i}" are maps at the i-th cross-attention; a map is no mount, it has no rows.
@@ -32,7 +32,7 @@ __all__ = [
 
 GROUPS = {"context": ("key", "value"), "key": ("key",), "value": ("value",)}
 SITES = ("attention", "feedforward")
-_CONTEXT = re.compile(r"context\.(0|[1-9]\d*|[a-z]+)\.(key|value)(?:\.([1-9])of([1-9]))?")
+_CONTEXT = re.compile(r"context\.(0|[1-9]\d*|[a-z]+\d*)\.(key|value)(?:\.([1-9])of([1-9]))?")
 _MAP = re.compile(rf"({'|'.join(SITES)})\.(0|[1-9]\d*)")
 
 
@@ -40,7 +40,7 @@ _MAP = re.compile(rf"({'|'.join(SITES)})\.(0|[1-9]\d*)")
 class ContextName:
     """A context mount's name, taken apart.
 
-    `where` is the number of a cross-attention ("3") or a stage ("up"), `kind` "key" or "value", `band` one of 0..bands-1, counted from
+    `where` is the number of a cross-attention ("3") or a block ("up1"), `kind` "key" or "value", `band` one of 0..bands-1, counted from
     0 although the name counts from 1.
     """
 
@@ -51,7 +51,7 @@ class ContextName:
 
     @property
     def shared(self) -> bool:
-        """Is it one set of rows for a whole stage?"""
+        """Is it one set of rows for a whole block?"""
         return not self.where.isdigit()
 
     def __str__(self) -> str:
@@ -82,12 +82,12 @@ def band_at(timestep: float, bands: int, timesteps: int) -> int:
     return max(0, min(int(timestep * bands / timesteps), bands - 1))
 
 
-def every_mount(contexts: Sequence[str], stages: Iterable[str] = ()) -> tuple[str, ...]:
-    """All mounts of a role, in the order of their addresses: `contexts` are "context.{i}.key|value", `stages` those they lie in.
+def every_mount(contexts: Sequence[str], blocks: Iterable[str] = ()) -> tuple[str, ...]:
+    """All mounts of a role, in the order of their addresses: `contexts` are "context.{i}.key|value", `blocks` those they lie in.
 
     A mount's place is part of where its rows lie, so that new kinds of mounts are appended, never put between.
     """
-    shared = [str(ContextName(stage, kind)) for stage in stages for kind in GROUPS["context"]]
+    shared = [str(ContextName(block, kind)) for block in blocks for kind in GROUPS["context"]]
     # Few bands first: addresses of a later mount take longer to find.
     banded = [
         str(replace(name, band=band, bands=bands))
@@ -118,7 +118,7 @@ def choose_mounts(asked: Sequence[str], known: Sequence[str], *, role: str, shar
     chosen: set[str] = set()
     for one in asked:
         kinds = GROUPS.get(one, ())
-        found = {m for m, n in names.items() if n is not None and n.kind in kinds and n.shared == (share == "stage") and n.bands == bands}
+        found = {m for m, n in names.items() if n is not None and n.kind in kinds and n.shared == (share == "block") and n.bands == bands}
         found |= {one} & set(known)
         if not found:
             raise TinyEngramError(

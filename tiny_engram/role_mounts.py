@@ -69,7 +69,7 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
     attentions, places = family.attentions(net, spec.role), family.contexts(net, spec.role)
     if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
         attentions, places = (), {}  # the denoiser projects the states before its attentions read them
-    mounts = every_mount(tuple(places), dict.fromkeys(attention.stage for attention in attentions))
+    mounts = every_mount(tuple(places), dict.fromkeys(attention.block for attention in attentions))
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
     scheduler = pipe.scheduler
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None

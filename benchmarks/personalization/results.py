@@ -202,10 +202,12 @@ class Results:
 
 def layout(options: Options) -> dict[str, Any]:
     """What of the options of ours decides its size, as keywords of `shapes.concept`."""
+    from benchmarks.personalization.methods.maps import ranks_of
+
     mounts = tuple(kind for kind in options.kinds for _ in range(options.bands if kind in options.context else 1))
     # columns are those of the embedded base, which has four
     held = 1.0 if options.columns is None else options.columns / 4
-    return {"mounts": mounts, "share": options.share, "held": held, "gate_shared": options.gate_shared}
+    return {"mounts": mounts, "share": options.share, "held": held, "gate_shared": options.gate_shared, "ranks": ranks_of(options.maps)}
 
 
 def pair_of(record: Mapping[str, Any]) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """How many of every 8 samples of a batch show something else than the taught pictures; options that any method takes.
+    """How many of every 8 samples show something else than the taught pictures; options that any method takes.
 
     Both are made from the same five pictures and the untouched base; see `priors.py`.
 
@@ -61,9 +61,7 @@ class Shares:
             raise ValueError(f"runs of one stack may not differ in prior and collage, got {', '.join(map(str, each))}")
         return each.pop() if each else cls()
 
-    def counts(self, samples: int) -> dict[str, int]:
-        """Samples of each kind, where there are any, in a batch of so many. Raises ValueError where a share comes to none, or all."""
-        found = {name: round(count * samples / 8) for name, count in asdict(self).items() if count}
-        if not all(found.values()) or sum(found.values()) >= samples:
-            raise ValueError(f"{self} of a batch of {samples} comes to {found}; expected at least one of each, and fewer than {samples}")
-        return found
+    @property
+    def asked(self) -> dict[str, int]:
+        """Of every eight samples, those of each kind that there are any of."""
+        return {name: count for name, count in asdict(self).items() if count}

@@ -6,9 +6,10 @@ counts against the real modules, built on the meta device and given to peft. Imp
 Taken to be so:
 - LoRA, as diffusers' DreamBooth scripts target it: to_q, to_k, to_v and to_out.0 of every attention of a UNet; the same
   four and their context counterparts (add_q_proj, add_k_proj, add_v_proj, to_add_out) of every joint attention of SD3.5.
-- A concept: a mount at the output of each text encoder, and mounts where each attention reads the text's keys and values,
-  for a trigger of four tokens in every tokenizer. Rows as tiny_engram/config.py sizes them: e4m3 values, one scale byte for
-  32, gain and bias in float32 for each position and mount.
+- A concept: a mount at the token embeddings or the output of each text encoder, and mounts where each attention reads the text's keys
+  and values, for a trigger of four tokens in every tokenizer. Rows as tiny_engram/config.py sizes them: e4m3 values, one scale
+  byte for 32, gain and bias in float32 for each position and mount. Maps have two factors a rank and place, of the width that
+  the attention or the feed-forward layer reads, in the same form.
 - SDXL joins both CLIP states by width, so a position there has two rows. SD3.5's blocks read one stream in which T5's
   tokens stand behind CLIP's, so a trigger has eight positions.
 """
@@ -32,8 +33,9 @@ class Shape:
         linears: (inputs, outputs) of every layer that LoRA is put on.
         places: how often the denoiser's attentions read the text.
         sets: how many sets of rows a kind of context mount has where places share them: "none" one a place, "stack" one a
-            transformer stack of a UNet and seven in SD3.5, "stage" down, middle and up, "width" one for each width of
-            attention, "all" one.
+            transformer stack of a UNet and seven in SD3.5, "block" one for each block of a UNet with attentions and seven in
+            SD3.5, "stage" down, middle and up, "width" one for each width of attention, "all" one.
+        channels: that the attention reads of the picture, of each place.
         encoders: widths of the text encoders' outputs, which their span mounts see.
         read: widths of the rows that a trigger has at one place, over all its positions' encoders.
     """
@@ -42,6 +44,7 @@ class Shape:
     source: str
     linears: tuple[tuple[int, int], ...]
     places: int
+    channels: tuple[int, ...]
     sets: Mapping[str, int]
     encoders: tuple[int, ...]
     read: tuple[int, ...]
@@ -69,6 +72,7 @@ def concept(
     share: str = "none",
     held: float = 1.0,
     gate_shared: bool = False,
+    ranks: Mapping[str, int] | None = None,
 ) -> Payload:
     """Rows, scales and gates of a concept.
 
@@ -79,12 +83,14 @@ def concept(
         share: which places have rows in common, a name of the shape's `sets`.
         held: share of the rows that a width takes which are held; the rest are zero.
         gate_shared: one gate for all mounts of a position.
+        ranks: of the maps at each place, by site.
     """
     widths: list[int] = []
     for mount in mounts:
         widths += shape.read * shape.sets[share] if mount in ("key", "value") else shape.encoders
     values = positions * sum(ROW_VALUES // 2 * round(2 * held * -(-width // ROW_VALUES)) for width in widths)
     gates = positions * (len(shape.read) if gate_shared else len(widths))
+    values += 2 * sum((ranks or {}).values()) * sum(shape.channels)
     return Payload(values + 2 * gates, values + values // 32 + GATE_BYTES * gates)
 
 
@@ -106,6 +112,7 @@ def unet_shape(name: str, source: str, config: Mapping[str, Any], encoders: Sequ
     text, stacks = config["cross_attention_dim"], list(_stacks(config))
     if sum(encoders) != text:
         raise ValueError(f"{name}: encoders of widths {list(encoders)} do not make the {text} that cross-attention reads")
+    blocks = 1 + sum(kind.startswith("CrossAttn") for side in ("down", "up") for kind in config[f"{side}_block_types"])
     linears: list[tuple[int, int]] = []
     for width, depth in stacks:
         linears += ([(width, width)] * 6 + [(text, width)] * 2) * depth
@@ -114,7 +121,8 @@ def unet_shape(name: str, source: str, config: Mapping[str, Any], encoders: Sequ
         source=source,
         linears=tuple(linears),
         places=(places := sum(depth for _, depth in stacks)),
-        sets={"none": places, "stack": len(stacks), "stage": 3, "width": len({width for width, _ in stacks}), "all": 1},
+        channels=tuple(width for width, depth in stacks for _ in range(depth)),
+        sets={"none": places, "stack": len(stacks), "block": blocks, "stage": 3, "width": len({width for width, _ in stacks}), "all": 1},
         encoders=tuple(encoders),
         read=tuple(encoders),
     )
@@ -128,7 +136,8 @@ def sd3_shape(name: str, source: str, config: Mapping[str, Any], encoders: Seque
         source=source,
         linears=((width, width),) * (8 * blocks - 1),
         places=blocks,
-        sets={"none": blocks, "stack": min(SPREAD, blocks), "stage": 3, "width": 1, "all": 1},
+        channels=(width,) * blocks,
+        sets={"none": blocks, "stack": min(SPREAD, blocks), "block": min(SPREAD, blocks), "stage": 3, "width": 1, "all": 1},
         encoders=tuple(encoders),
         read=(width, width),  # one row for CLIP's position, one for T5's
     )

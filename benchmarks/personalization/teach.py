@@ -50,15 +50,10 @@ def _shares(seed: int, steps: int, samples: int) -> np.ndarray:
 
 
 def _kinds(counts: Sequence[int], steps: int, samples: int) -> np.ndarray:
-    """What each sample shows: int64 `[steps, samples]`, 0 for the taught pictures, k for the k-th of `counts` of other kinds.
-
-    Their places move on with every step: a sample's number is its share of the timesteps, and each kind must see all of them.
-    """
-    kinds = np.zeros((steps, samples), np.int64)
-    other = [kind for kind, count in enumerate(counts, 1) for _ in range(count)]
-    for k, kind in enumerate(other):
-        kinds[np.arange(steps), (np.arange(steps) + k * samples // len(other)) % samples] = kind
-    return kinds
+    """What each sample shows: int64 `[steps, samples]`, 0 for the taught pictures, k for the k-th of `counts` of every eight."""
+    kind = [0] + [kind for kind, count in enumerate(counts, 1) for _ in range(count)]
+    shown = [[objective.other_picture(step, i, samples, len(kind) - 1) for i in range(samples)] for step in range(steps)]
+    return np.array([[0 if other is None else kind[1 + other] for other in row] for row in shown], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,7 @@ class _Plan:
         texts, words, owners = [], [], []
         offsets: dict[int, int] = {}
         means, stds, masks = [], [], []
-        counted = adapters.shares.counts(samples)
+        counted = adapters.shares.asked
         kinds = _kinds(tuple(counted.values()), steps, samples)
         timesteps, pictures, rows = (np.empty((steps, len(taught), samples), np.int64) for _ in range(3))
         for i, (run, data) in enumerate(zip(adapters.runs, taught, strict=True)):

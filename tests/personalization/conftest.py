@@ -38,6 +38,11 @@ def pictures(seed: int, count: int = 5, captions: int = 3) -> list[TaughtPicture
     return made
 
 
+# Ours with keys and values at every cross-attention alone: what one lever adds is seen against it.
+PLAIN = {
+    "mounts": "key+value", "bands": 1, "share": "none", "init": "zero", "deep_local": False, "maps": "none", "beta2": 0.99, "collage": 0,
+}  # fmt: skip
+
 # One of each kind of record.
 FEW = ("taught", "right", "bare")
 
@@ -94,11 +99,13 @@ def taught(base, subjects) -> dict:
 
 @pytest.fixture(scope="session")
 def run():
-    """A run of a method, by default gentle enough that a few steps do not blow it up."""
+    """A run of a method, by default gentle enough that a few steps do not blow it up; of ours without what it does by default."""
     from benchmarks.personalization.methods import RATES
     from benchmarks.personalization.runs import Run
 
-    def make(method: str, subject: str = "disc", seed: int = 0, factor: float = 1.0, **options) -> Run:
+    def make(method: str, subject: str = "disc", seed: int = 0, factor: float = 1.0, *, plain: bool = True, **options) -> Run:
+        if plain and method.startswith("ours"):
+            options = PLAIN | options
         rate = RATES.get(method, 1e-3) * factor
         return Run(method=method, subject=subject, seed=seed, learning_rate=rate, options=tuple(sorted(options.items())))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.personalization import plan
-from benchmarks.personalization.methods import EXTRA, METHODS, RATES
+from benchmarks.personalization.methods import EXTRA, METHODS
 from benchmarks.personalization.pieces import Bench
 from benchmarks.personalization.plan import FULL, PlanError
 from benchmarks.personalization.priors import Extra, Priors, allowed_names, collage, half_masks
@@ -33,10 +33,9 @@ def bench(base):
 
 
 @pytest.fixture(scope="module")
-def given(bench):
+def given(bench, run):
     """What a run of ours on the octopus with both options is taught."""
-    run = Run(method="ours", subject="octopus", seed=0, learning_rate=1e-2, options=(("collage", 2), ("prior", 2)))
-    adapters = METHODS["ours"](bench.base, [run])
+    adapters = METHODS["ours"](bench.base, [run("ours", "octopus", collage=2, prior=2)])
     settings = replace(FULL, drawn=COUNT, drawing_steps=1)
     taught = bench.taught_to(adapters, settings)
     again = bench.taught_to(adapters, settings)
@@ -110,11 +109,14 @@ def test_a_collage_has_two_halves_and_no_edges():
         assert (made != ground).any(-1).sum() == 32 * 32 + 25 * 25
 
 
-@pytest.mark.parametrize(("counts", "samples"), [((2,), 8), ((1, 2), 8), ((1, 1), 4), ((3,), 7)])
+@pytest.mark.parametrize(("counts", "samples"), [((2,), 8), ((1, 2), 8), ((1, 1), 4), ((1,), 1), ((3,), 2), ((2,), 16)])
 def test_every_kind_sees_all_timesteps(counts, samples):
-    kinds = _kinds(counts, 5 * samples, samples)
+    kinds = _kinds(counts, 64, samples)
     for kind, count in enumerate(counts, 1):
-        assert ((kinds == kind).sum(1) == count).all() and ((kinds == kind).sum(0) == 5 * count).all()
+        assert ((kinds == kind).reshape(-1, 8).sum(1) == count).all(), "of every eight"
+        assert ((kinds == kind).sum(0) == 8 * count).all()
+    if samples == 8:
+        assert (kinds > 0).sum(1).tolist() == [sum(counts)] * 64
 
 
 def by_hand(base, data, seed: int, step: int, shown: list) -> torch.Tensor:
@@ -141,20 +143,22 @@ def by_hand(base, data, seed: int, step: int, shown: list) -> torch.Tensor:
 def test_losses_are_taken_where_they_count(base, bench, given):
     adapters, taught = given
     with torch.enable_grad():
-        losses = teach(base, METHODS["ours"](base, adapters.runs), [taught], steps=1, batch_size=4)
+        losses = teach(base, METHODS["ours"](base, adapters.runs), [taught], steps=1, batch_size=8)
     prior, beside = taught.extras["prior"], taught.extras["collage"]
-    shown = [(prior, prior.masks), (taught, None), (beside, None), (taught, None)]
+    plain = (taught, None)
+    shown = [(prior, prior.masks), plain, (prior, prior.masks), plain, (beside, None), plain, (beside, None), plain]
     torch.testing.assert_close(losses[0, 0], by_hand(base, taught, 0, 0, shown), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["ours", "lora-unet-r8"])
-def test_without_the_options_nothing_changes(bench, given, method):
-    run = Run(method=method, subject="octopus", seed=0, learning_rate=RATES[method])
+def test_without_the_options_nothing_changes(bench, given, run, method):
     plain, other = ([data] for data in (bench.taught("octopus"), given[1]))
-    one, two = (teach(bench.base, METHODS[method](bench.base, [run]), data, steps=1, batch_size=2) for data in (plain, other))
+    one, two = (
+        teach(bench.base, METHODS[method](bench.base, [run(method, "octopus")]), data, steps=1, batch_size=2) for data in (plain, other)
+    )
     assert torch.equal(one, two)
-    mixed = replace(run, options=(("prior", 4),))
-    three = teach(bench.base, METHODS[method](bench.base, [mixed]), other, steps=1, batch_size=2)
+    mixed = METHODS[method](bench.base, [run(method, "octopus", prior=4)])
+    three = teach(bench.base, mixed, other, steps=1, batch_size=2)
     assert abs(three[0, 0] - one[0, 0]) > 1e-4
 
 
@@ -162,9 +166,7 @@ def test_shares_that_make_no_sense(bench, given):
     for bad in ({"prior": -1}, {"collage": 1.5}, {"prior": True}, {"prior": 4, "collage": 4}):
         with pytest.raises(ValueError, match="expected (how many of 8|at most 7)"):
             Shares(**bad)
-    assert Shares(prior=2, collage=1).counts(8) == {"prior": 2, "collage": 1} and Shares().counts(1) == {}
-    with pytest.raises(ValueError, match="batch of 2 comes to {'prior': 0}"):
-        Shares(prior=1).counts(2)
+    assert Shares(prior=2, collage=1).asked == {"prior": 2, "collage": 1} and Shares().asked == {}
     runs = [Run(method="lora-unet-r8", subject="octopus", seed=0, learning_rate=1e-4, options=o) for o in ((), (("prior", 2),))]
     with pytest.raises(ValueError, match="may not differ in prior and collage"):
         METHODS["lora-unet-r8"](bench.base, runs)
@@ -192,11 +194,11 @@ def test_a_lora_on_the_text_side_alone(base, run):
     assert {modules[name] for name in adapted} == {p for _, m in base.cross_attentions for p in (m.to_k, m.to_v)}
 
 
-def test_extra_pictures_may_come_with_captions_of_several_ways(base, bench):
+def test_extra_pictures_may_come_with_captions_of_several_ways(base, bench, run):
     data = bench.taught("octopus")
     extra = Extra(data.means[:2], data.stds[:2], [["a {0}", "one {0}"], ["two {0}", "three {0}"]])
-    run = Run(method="ours", subject="octopus", seed=5, learning_rate=1e-2, options=(("prior", 4),))
-    losses = teach(base, METHODS["ours"](base, [run]), [replace(data, extras={"prior": extra})], steps=1, batch_size=2)
+    adapters = METHODS["ours"](base, [run("ours", "octopus", seed=5, prior=4)])
+    losses = teach(base, adapters, [replace(data, extras={"prior": extra})], steps=1, batch_size=2)
     with torch.no_grad():
         wanted = by_hand(base, data, 5, 0, [(extra, None), (data, None)])
     torch.testing.assert_close(losses[0, 0], wanted, rtol=1e-4, atol=1e-6)

@@ -12,9 +12,9 @@ from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
 
 ROLE, SAMPLES = "clip_l", 8
-PRODUCT = {"mounts": ("input", "value"), "share": "stage", "bands": 2, "attention_rank": 2, "feedforward_rank": 1, "class_word": "ball"}
-BENCH = {"mounts": "input+value", "bands": 2, "share": "stage", "maps": "attention:2+feedforward:1", "deep_local": True, "init": "anchor"}
-STAGES = ("down", "mid", "up")
+PRODUCT = {"mounts": ("input", "value"), "share": "block", "bands": 2, "attention_rank": 2, "feedforward_rank": 1, "class_word": "ball"}
+BENCH = {"mounts": "input+value", "bands": 2, "share": "block", "maps": "attention:2+feedforward:1", "deep_local": True, "init": "anchor"}
+BLOCKS = ("down0", "down1", "mid", "up0", "up1")
 
 
 def settings(**changes) -> TrainConfig:
@@ -28,7 +28,7 @@ def paired(ours: Ours, module) -> dict[str, list[tuple[torch.Tensor, torch.Tenso
         name = context_name(mount)
         kind, at = mount, 0
         if name is not None:
-            where = STAGES.index(name.where) if name.shared else int(name.where)
+            where = BLOCKS.index(name.where) if name.shared else int(name.where)
             kind, at = name.kind, where * name.bands + name.band
         for what in ("rows", "gain", "bias"):
             found[what].append((getattr(module, what)[k], ours.held(what, kind)[0, at]))

@@ -112,8 +112,7 @@ def test_wall_time_gives_each_method_the_steps_that_fit(data, filled):
 def test_promises_that_hold(data):
     found = verdicts(data)
     assert not [p for p in found.values() if p.met is None]
-    too_big = ("SDXL", "SD3.5 medium", "SD3.5 large")
-    assert [p.subject for p in found.values() if not p.met] == [f"payload on {name}, worked out" for name in too_big]
+    assert all(p.met for p in found.values()), [p for p in found.values() if not p.met]
     assert found["largest change without the trigger"].measured == "0"
     alone = verdicts(recosted(data, "ours", not_shipped="bands is 2"))["largest change without the trigger"]
     assert alone.met and "no concept file holds it: bands is 2" in alone.measured

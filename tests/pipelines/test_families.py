@@ -43,13 +43,15 @@ def test_context_mounts_are_named_in_running_order(pipe, repo_root, which):
     assert ran[:3] == ["context.0.key", "context.0.value", "context.1.key"]
 
 
-@pytest.mark.parametrize(("which", "stages"), [("tiny", ("down", "mid", "up", "up")), ("embedded", ("down",) * 2 + ("mid",) + ("up",) * 4)])
-def test_cross_attentions_have_a_stage_and_a_feed_forward_layer_behind_them(pipe, repo_root, which, stages):
+@pytest.mark.parametrize(
+    ("which", "blocks"), [("tiny", ("down1", "mid", "up0", "up0")), ("embedded", ("down0", "down1", "mid", "up0", "up0", "up1", "up1"))]
+)
+def test_cross_attentions_have_a_block_and_a_feed_forward_layer_behind_them(pipe, repo_root, which, blocks):
     unet = pipe.unet if which == "tiny" else embedded_unet(repo_root)
     family = family_of(pipe)
     assert family is not None
     attentions = family.attentions(unet, "clip_l")
-    assert tuple(a.stage for a in attentions) == stages
+    assert tuple(a.block for a in attentions) == blocks
     names: dict[Any, str] = {module: name for name, module in unet.named_modules()}
     layers: list[Any] = [m for a in attentions for m in (a.module, a.feedforward)]
     ran: list[torch.nn.Module] = []
@@ -67,5 +69,9 @@ def test_cross_attentions_have_a_stage_and_a_feed_forward_layer_behind_them(pipe
         for handle in handles:
             handle.remove()
     assert ran == layers
-    assert all(names[a.module].startswith(a.stage) and names[a.feedforward] == names[a.block] + ".ff" for a in attentions)
+    assert all(names[a.feedforward] == names[a.transformer] + ".ff" for a in attentions)
+    parts = [names[a.module].split(".") for a in attentions]
+    assert all(
+        a.block == part[0].partition("_")[0] + (part[1] if a.block != "mid" else "") for a, part in zip(attentions, parts, strict=True)
+    )
     assert all(reads[a.module] == reads[a.feedforward] == a.channels for a in attentions)

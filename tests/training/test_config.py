@@ -43,7 +43,7 @@ def make(**changes) -> TrainConfig:
         ("mounts", ()),
         ("mounts", ("span", 1)),
         ("share", "width"),
-        ("share", "stage"),
+        ("share", "block"),
         ("bands", 5),
         ("bands", 2.0),
         ("bands", 2),
@@ -74,7 +74,7 @@ def test_what_only_some_mounts_can_use_is_refused_with_others():
         make(mounts=("value",), class_word="lamp")
     for mounts in (("input",), ("input", "span")):
         assert not make(mounts=mounts, class_word="lamp").at_denoiser and make(mounts=mounts, attention_rank=1).at_denoiser
-    assert make(mounts=("input", "value"), bands=4, share="stage").at_denoiser
+    assert make(mounts=("input", "value"), bands=4, share="block").at_denoiser
 
 
 @pytest.mark.parametrize("field", ["caption_template", "validation_prompts"])

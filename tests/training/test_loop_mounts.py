@@ -1,4 +1,4 @@
-"""Teaching with everything a concept can have: rows on token embeddings, rows by stage and band, maps, a start at a class word."""
+"""Teaching with everything a concept can have: rows on token embeddings, rows by block and band, maps, a start at a class word."""
 
 import json
 
@@ -19,7 +19,7 @@ from tiny_engram.training.data import scan_folder
 ROLE = "clip_l"
 ALL = {
     "mounts": ("input", "span", "value"),
-    "share": "stage",
+    "share": "block",
     "bands": 2,
     "attention_rank": 2,
     "feedforward_rank": 1,
@@ -44,8 +44,8 @@ def test_everything_is_taught_and_the_base_is_not(pipe, config, tmp_path):
     assert all(torch.equal(p, before[name]) for part in (pipe.unet, pipe.text_encoder) for name, p in part.state_dict().items())
     assert all(p.grad is None for part in (pipe.unet, pipe.text_encoder) for p in part.parameters()) and no_hooks(pipe)
     place = Concept.load(result.path).roles[ROLE]
-    stages = [f"context.{stage}.value.{band}of2" for stage in ("down", "mid", "up") for band in (1, 2)]
-    assert set(place.mounts) == {"input", "span", *stages}
+    blocks = [f"context.{block}.value.{band}of2" for block in ("down1", "mid", "up0") for band in (1, 2)]
+    assert set(place.mounts) == {"input", "span", *blocks}
     assert set(place.maps) == {f"{site}.{i}" for site in ("attention", "feedforward") for i in range(4)}
     tensors, _ = load_checkpoint(tmp_path / "out" / "checkpoint-4")
     assert set(name for name in tensors if name.startswith("master.")) == {f"master.{n}" for n in ("rows", "gain", "bias", "maps")}
@@ -172,13 +172,13 @@ def test_mixed_precision(pipe, config, tmp_path, fresh_accelerate):
 
 
 def test_rows_of_one_band_alone(pipe, config):
-    result = teach(pipe, config(mounts=("context.up.value.2of2",)))
-    assert list(result.concept.roles[ROLE].mounts) == ["context.up.value.2of2"] and np.isfinite(result.losses).all()
+    result = teach(pipe, config(mounts=("context.up0.value.2of2",)))
+    assert list(result.concept.roles[ROLE].mounts) == ["context.up0.value.2of2"] and np.isfinite(result.losses).all()
 
 
 def test_two_mounts_at_one_place_are_refused(pipe, config):
-    with pytest.raises(TinyEngramError, match="mounts 'context.3.value' and 'context.up.value' both add to what context.3.value reads"):
-        teach(pipe, config(mounts=("context.up.value", "context.3.value")))
+    with pytest.raises(TinyEngramError, match="mounts 'context.3.value' and 'context.up0.value' both add to what context.3.value reads"):
+        teach(pipe, config(mounts=("context.up0.value", "context.3.value")))
 
 
 def test_the_command_line_takes_all_of_it(saved_pipe, folder, tmp_path, capsys, log_levels):
@@ -187,7 +187,7 @@ def test_the_command_line_takes_all_of_it(saved_pipe, folder, tmp_path, capsys, 
     out = tmp_path / "cli"
     begin = ["train", "--model", str(saved_pipe), "--train_data_dir", str(folder), "--trigger", "zqx", "--output_dir", str(out)]
     begin += ["--max_train_steps", "1", "--train_batch_size", "1", "--report_to", "none", "--caption_template", "a {trigger}"]
-    chosen = ["--mounts", "input", "value", "--share", "stage", "--bands", "2", "--attention_rank", "2", "--feedforward_rank", "1"]
+    chosen = ["--mounts", "input", "value", "--share", "block", "--bands", "2", "--attention_rank", "2", "--feedforward_rank", "1"]
     assert main([*begin, *chosen, "--class_word", "lamp", "--map_learning_rate", "1e-3"]) == 0
     capsys.readouterr()
     assert main(["inspect", str(out / "concept.safetensors"), "--json"]) == 0

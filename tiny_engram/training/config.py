@@ -13,7 +13,7 @@ __all__ = ["TrainConfig"]
 
 SCHEDULES = ("constant", "cosine", "linear")
 TRACKERS = ("none", "tensorboard")
-SHARES = ("none", "stage")
+SHARES = ("none", "block")
 ENCODER_MOUNTS = {SPAN, INPUT}
 
 
@@ -35,7 +35,7 @@ class TrainConfig:
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
             that), or single mounts such as "context.0.key".
-        share: "none" gives each cross-attention context rows of its own, "stage" one set to all of a stage (down, mid, up).
+        share: "none" gives each cross-attention context rows of its own, "block" one set to all of a block.
         bands: equal shares of the timesteps that have context rows of their own, 1 to 4.
         attention_rank, feedforward_rank: of the maps, which add where the picture looks at the trigger; 0 for none.
         class_word: a word that the base knows, at whose states the rows of "input" and "span" start; None starts them at zero.

@@ -12,10 +12,12 @@ import torch
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["Draw", "add_noise", "draw", "loss_weights", "noise_for", "target_of"]
+__all__ = ["EVERY", "Draw", "add_noise", "draw", "loss_weights", "noise_for", "other_picture", "target_of"]
 
 
 _BELOW_ONE = 1 - 2.0**-53
+# Samples in a row of which a number may show other pictures than the taught ones.
+EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,18 @@ def draw(seed: int, step: int, sample: int, samples: int) -> Draw:
     # 53 bits fit a double: more would round up to 1
     picture, caption, timestep, drop = ((w >> 11) / 2**53 for w in words[:4])
     return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1)
+
+
+def other_picture(step: int, sample: int, samples: int, others: int) -> int | None:
+    """Which of `others` places in every `EVERY` samples this one takes, 0..others-1; None for a sample that shows a taught picture.
+
+    Samples are counted over all steps, so that a batch of any size has its share in the long run. The places move on with every `EVERY`
+    samples: a sample's number in its batch is its share of the timesteps, and each of the others must see all of them.
+    """
+    block, place = divmod(step * samples + sample, EVERY)
+    turn = block // max(1, samples // EVERY)
+    at = [(turn + other * EVERY // others) % EVERY for other in range(others)]
+    return at.index(place) if place in at else None
 
 
 def noise_for(drawn: Draw, shape: tuple[int, ...]) -> torch.Tensor:

@@ -25,6 +25,8 @@ from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, cont
 from benchmarks.personalization.runs import Run, Shares
 from tiny_engram.concept import Concept
 from tiny_engram.kernels.fixed_basis import fixed_basis
+from tiny_engram.mount_names import ContextName
+from tiny_engram.pipelines.families import family_of
 from tiny_engram.quantization import fake_quantize, quantize
 from tiny_engram.role_mounts import vocabulary_of
 from tiny_engram.triggers import compile_trigger
@@ -67,7 +69,8 @@ class Ours(Adapters):
         for kind in options.deep:
             if kind != "input" and int(kind.removeprefix("layer-")) >= layers:
                 raise ValueError(f"mount {kind} of an encoder with {layers} layers; expected layer-0 to layer-{layers - 1}")
-        self.groups = _groups(base, options.share)
+        self.blocks = _blocks(base)
+        self.groups = _groups(base, self.blocks, options.share)
         self._timesteps: int = base.scheduler.config.num_train_timesteps
 
         self.rows, self.gain, self.bias = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
@@ -248,31 +251,49 @@ class Ours(Adapters):
     def mounts(self) -> dict[str, tuple[str, int]]:
         """Mount name as the product spells it -> (kind, set). Raises ValueError for what no concept file can say."""
         options = self.options
-        rest = {"bands": options.bands > 1, "norm": options.norm == "plain", "maps": options.maps != "none"}
-        for name, bad in {"mounts": bool(options.deep), **rest}.items():
-            if bad:
-                raise ValueError(f"{name} is {getattr(options, name)!r}, which a concept file does not hold; draw such a run by the bench")
         if not options.quantise:
             raise ValueError("quantise is False, but a concept file holds quantised rows; draw such a run by the bench")
-        found: dict[str, tuple[str, int]] = {"span": ("span", 0)} if "span" in options.kinds else {}
+        layers = [kind for kind in options.deep if kind != "input"]
+        sentence = "input" in options.deep and not options.deep_local
+        for name, bad in {"mounts": bool(layers), "deep_local": sentence, "norm": options.norm == "plain"}.items():
+            if bad:
+                raise ValueError(f"{name} is {getattr(options, name)!r}, which a concept file does not hold; draw such a run by the bench")
+        found: dict[str, tuple[str, int]] = {kind: (kind, 0) for kind in options.kinds if kind in ("input", "span")}
+        # the product shares rows within a block; any other sharing is written out, place by place
+        where = dict.fromkeys(self.blocks) if options.share == "block" else range(len(self.groups))
         for kind in options.context:
-            found |= {f"context.{i}.{kind}": (kind, group) for i, group in enumerate(self.groups)}
+            for place in where:
+                group = self.groups[self.blocks.index(place) if isinstance(place, str) else place]
+                for band in range(options.bands):
+                    name = ContextName(str(place), kind, band, options.bands)
+                    found[str(name)] = (kind, group * options.bands + band)
         return found
 
     def concept(self, base: Base, run: int) -> Concept:
-        """One run as the product's concept, for `pipe.load_concept`; shared rows and gates are written out at each of their mounts."""
-        subject, mounts = base.subject(self.runs[run].subject), self.mounts()
+        """One run as the product's concept, for `pipe.load_concept`."""
+        subject, mounts, options = base.subject(self.runs[run].subject), self.mounts(), self.options
         _, compressed = vocabulary_of(base.tokenizer)
         compiled = compile_trigger(subject.trigger, base.tokenizer, (), compressed=compressed)
         if compiled.positions != self.positions[run]:
             raise ValueError(f"trigger {subject.trigger!r} has {compiled.positions} positions, expected {self.positions[run]}")
+        ranks = self.maps.ranks
+        config = dataclasses.replace(
+            CONFIG,
+            mounts=tuple(mounts),
+            rho=options.rho,
+            attention_rank=ranks.get("attention", 0),
+            feedforward_rank=ranks.get("feedforward", 0),
+        )
+        pairs = {name.removesuffix("-in"): name for name in self.maps.factors if name.endswith("-in")}
+        factors = {name.replace("-", "."): [self.maps.factors[f"{name}-{side}"][run].detach() for side in ("in", "out")] for name in pairs}
         made = Concept.new(
             {ROLE: compiled},
             widths={ROLE: base.width},
             fingerprints={ROLE: compressed.fingerprint},
             mounts={ROLE: tuple(mounts)},
+            maps={ROLE: {name: (into.shape[0], into.shape[1]) for name, (into, _) in factors.items()}},
             name=subject.name,
-            config=dataclasses.replace(CONFIG, mounts=tuple(mounts), rho=self.options.rho),
+            config=config,
             base=Path(base.pipe.config["_name_or_path"]).name,
         )
         taught = self.runs[run]
@@ -280,9 +301,11 @@ class Ours(Adapters):
         for mount, (kind, at) in mounts.items():
             rows = self.held("rows", kind)[run, at, : compiled.positions]
             rows = functional.pad(rows, (0, 0, 0, self.columns - self.kept))
-            gain, bias = (self.held(n, kind)[run, 0 if self.options.gate_shared else at, : compiled.positions] for n in ("gain", "bias"))
+            gain, bias = (self.held(n, kind)[run, 0 if options.gate_shared else at, : compiled.positions] for n in ("gain", "bias"))
             rho = float(self.get_buffer(f"rho_{kind}")[run])
             made = made.with_rows(ROLE, rows.detach(), gain.detach(), bias.detach(), mount=mount, rho=rho)
+        for name, (into, out) in factors.items():
+            made = made.with_map(ROLE, name, into, out)
         return made.with_details(recipe=recipe)
 
 
@@ -291,16 +314,20 @@ def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[1] if len(args) > 1 else kwargs["timestep"]
 
 
-def _groups(base: Base, share: str) -> list[int]:
+def _blocks(base: Base) -> list[str]:
+    """The block that each cross-attention lies in, as the product calls it: down0 and so on."""
+    family = family_of(base.pipe)
+    if family is None:
+        raise ValueError(f"{type(base.pipe).__name__} is no pipeline that concepts can be attached to")
+    return [attention.block for attention in family.attentions(base.unet, ROLE)]
+
+
+def _groups(base: Base, blocks: Sequence[str], share: str) -> list[int]:
     """The set of context rows that each cross-attention reads, in their order."""
-    if share == "none":
-        return list(range(len(base.cross_attentions)))
-    if share == "all":
-        return [0] * len(base.cross_attentions)
-    names = {module: name for name, module in base.unet.named_modules()}
-    labels = []
-    for _, module in base.cross_attentions:
-        attention: Any = module
-        labels.append(names[module].split("_")[0] if share == "stage" else str(attention.to_k.out_features))
+    if share in ("none", "all"):
+        return [0 if share == "all" else i for i in range(len(blocks))]
+    attentions: list[Any] = [module for _, module in base.cross_attentions]
+    widths = [str(attention.to_k.out_features) for attention in attentions]
+    labels = {"block": blocks, "stage": [block.rstrip("0123456789") for block in blocks], "width": widths}[share]
     order = list(dict.fromkeys(labels))
     return [order.index(label) for label in labels]

@@ -14,7 +14,7 @@ __all__ = ["Options"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "bands": (1, 2, 3, 4),
-    "share": ("none", "stage", "width", "all"),
+    "share": ("none", "block", "stage", "width", "all"),
     "init": ("zero", "anchor", "class", "class-last"),
     "key_lock": (False, True),
     "deep_local": (False, True),
@@ -39,8 +39,8 @@ class Options:
         rho: bound of a residual as a share of the span's mean norm; rho_deep (input, layer-k), rho_span, rho_key and
             rho_value replace it at their mounts.
         bands: equal shares of the timesteps that have context rows of their own.
-        share: groups of cross-attentions with one set of rows: "none" each its own, "stage" (down, middle, up), "width"
-            (channels of the block), "all".
+        share: groups of cross-attentions with one set of rows: "none" each its own, "block" (down_blocks.0 and so on), "stage" (down,
+            middle, up), "width" (channels of the block), "all".
         columns: rows of each position and mount; None takes as many as the width needs, fewer leave the rest zero.
         init: "zero"; "class", rows that move the trigger's states to the class word's; "class-last", so at the trigger's last
             token only; "anchor", so on the text side only (input, layer-k, span), and key and value rows start at zero.
@@ -57,19 +57,19 @@ class Options:
         prior, collage: samples of 8 that are not the taught pictures, see `runs.Shares`.
     """
 
-    mounts: str = "key+value"
+    mounts: str = "input+value"
     rho: float = 2.5
     rho_deep: float | None = None
     rho_span: float | None = None
     rho_key: float | None = None
     rho_value: float | None = None
-    bands: int = 1
-    share: str = "none"
+    bands: int = 2
+    share: str = "block"
     columns: int | None = None
-    init: str = "zero"
+    init: str = "anchor"
     key_lock: bool = False
-    deep_local: bool = False
-    maps: str = "none"
+    deep_local: bool = True
+    maps: str = "attention:1+feedforward:1"
     map_rate: float = 0.3
     gate: str = "learned"
     gate_shared: bool = False
@@ -80,9 +80,9 @@ class Options:
     ema: float = 0.98
     schedule: str = "constant"
     warmup: int = 0
-    beta2: float = 0.99
+    beta2: float = 0.95
     prior: int = 0
-    collage: int = 0
+    collage: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
