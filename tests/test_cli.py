@@ -59,7 +59,7 @@ def refused(run, tmp_path):
     def files() -> dict[str, bytes]:
         return {str(p.relative_to(tmp_path)): p.read_bytes() if p.is_file() else b"" for p in tmp_path.rglob("*")}
 
-    def call(words: str, *argv: object, shown: str = "teaching") -> None:
+    def call(words: str, *argv: object, shown: tuple[str, ...] = ("teaching", "drawing companions")) -> None:
         before = files()
         code, out, err = run(*argv)
         lines = [line for line in re.split("[\r\n]+", err) if line and not line.startswith(shown)]
@@ -76,6 +76,7 @@ def concept_file(tiny, adapter, tmp_path):
 
 
 TRAIN = ("--max_train_steps", 2, "--train_batch_size", 2, "--report_to", "none", "--output_dir", "out")
+TRAIN = (*TRAIN, "--collage_pictures", 1, "--validation_inference_steps", 2)
 
 
 # -- what works --------------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ TRAIN = ("--max_train_steps", 2, "--train_batch_size", 2, "--report_to", "none",
 
 def test_round_trip(run, folder, tmp_path, capsys):
     trained = ("--trigger", "cat-toy", "--aliases", "cat-toys", "kitty-toy", "--name", "toy", "--train_data_dir", folder, *TRAIN)
-    validated = ("--validation_steps", 2, "--validation_prompts", "a {trigger}", "--validation_inference_steps", 2)
+    validated = ("--validation_steps", 2, "--validation_prompts", "a {trigger}")
     code, out, _ = run("train", *trained, *validated)
     file = tmp_path / "out" / "concept.safetensors"
     assert code == 0 and re.fullmatch(rf"out/concept\.safetensors: {file.stat().st_size:,} bytes, 2 steps in \d+ s\n", out)
@@ -92,7 +93,7 @@ def test_round_trip(run, folder, tmp_path, capsys):
     about = json.loads(out)
     assert code == 0 and err == "" and about["trigger"] == "cat-toy" and about["aliases"] == ["cat-toys", "kitty-toy"]
     assert about["name"] == "toy" and about["base"] == "tiny-sd" and about["recipe"]["step"] == 2 and about["bytes"] == file.stat().st_size
-    mount = about["roles"]["clip_l"]["mounts"]["span"]
+    mount = about["roles"]["clip_l"]["mounts"]["input"]
     assert mount["rows"] == 4 * about["roles"]["clip_l"]["positions"] and about["roles"]["clip_l"]["width"] == 128
     code, out, _ = run("inspect", file)
     assert code == 0 and "trigger 'cat-toy', also 'cat-toys', 'kitty-toy'" in out and "made on base 'tiny-sd'" in out
@@ -168,11 +169,14 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         lr_warmup_steps=5,
         max_grad_norm=2.0,
         mounts=("span", "value"),
-        share="block",
-        bands=2,
+        share="none",
+        bands=3,
         attention_rank=3,
-        feedforward_rank=1,
+        feedforward_rank=2,
         class_word="hot air balloon",
+        collages=2,
+        companions=("hat", "sailing ship"),
+        collage_pictures=3,
         rho=0.75,
         context_rho=0.5,
         snr_gamma=None,
@@ -382,7 +386,7 @@ def test_ctrl_c_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path):
     last = max(int(name.removeprefix("checkpoint-")) for name in names)
     state = json.loads((out / f"checkpoint-{last}" / "state.json").read_text())
     assert state["step"] == len(state["losses"]) == last >= 4
-    assert torch.isfinite(Concept.load(out / f"checkpoint-{last}" / "concept.safetensors").mount_rows("clip_l").rows()).all()
+    assert torch.isfinite(Concept.load(out / f"checkpoint-{last}" / "concept.safetensors").mount_rows("clip_l", "input").rows()).all()
     code, said, _ = run(
         "train", *options[4:], *TRAIN, "--max_train_steps", last + 2, "--lr_scheduler", "constant", "--resume_from_checkpoint", "latest"
     )

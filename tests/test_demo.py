@@ -21,10 +21,13 @@ def test_files_report_and_no_difference_without_the_trigger(tmp_path, monkeypatc
     assert {"concept.safetensors", "report.json", "sheet.png", "taught.png"} <= {p.name for p in out.iterdir()}
     concept = Concept.load(out / report["file"])
     assert concept.trigger == report["trigger"] and concept.base == "emoji-sd" and concept.thumbnail
-    rows = concept.mount_rows("clip_l")
-    assert report["rows"] == rows.payload.shape[0] * rows.payload.shape[1] and report["table_bytes"] == concept.nbytes
+    place = concept.roles["clip_l"]
+    assert report["rows"] == sum(at.payload[..., 0].numel() for at in place.mounts.values()) and report["maps"] == len(place.maps) == 14
+    gates = sum(at.gain.nbytes + at.bias.nbytes for at in place.mounts.values())
+    assert report["row_bytes"] + gates + report["map_bytes"] == report["table_bytes"] == concept.nbytes
+    assert report["class_word"] == concept.recipe["class_word"] == "jellyfish"
     assert report["file_bytes"] == (out / report["file"]).stat().st_size and report["steps"] == 2
-    assert concept.with_details(thumbnail=None).save(tmp_path / "plain.safetensors").stat().st_size <= 8192
+    assert concept.nbytes <= 12_288 and concept.with_details(thumbnail=None).save(tmp_path / "plain.safetensors").stat().st_size <= 24_576
     assert 0 < report["teaching_seconds"] <= report["total_seconds"] < 600 and report["peak_memory_bytes"] > 2**27
     (prompt,) = report["explanation"]["prompts"]
     assert [f["name"] for f in prompt["fired"]] == [report["trigger"]]

@@ -61,8 +61,9 @@ def test_the_embedded_base_loads_and_draws_with_plain_from_pretrained(repo_root)
 
 def test_teaching_a_concept(readme, checkout, capsys):
     code = next(code for code in blocks(readme, "python") if "TrainConfig" in code)
-    exec(compile(fewer_steps(code), "README.md", "exec"), {"__name__": "readme"})
-    assert "bytes of rows and gates" in capsys.readouterr().out
+    quick = fewer_steps(code).replace("TrainConfig(", "TrainConfig(validation_inference_steps=1, ")
+    exec(compile(quick, "README.md", "exec"), {"__name__": "readme"})
+    assert "bytes of rows, gates and maps" in capsys.readouterr().out
     assert tiny_engram.Concept.load(checkout / "out/duck/concept.safetensors").trigger == "zed-quack"
 
 

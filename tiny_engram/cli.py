@@ -36,7 +36,10 @@ TRAIN_HELP = {
     "bands": "shares of the timesteps that have context rows of their own, up to 4",
     "attention_rank": "of maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",
     "feedforward_rank": "of maps at the feed-forward layers behind them; 0 for none",
-    "class_word": "a word that the base knows, at which rows of the mounts input and span start",
+    "class_word": "a word that the base knows, at which rows of the mounts input and span start: giving one helps, the nearest thing known",
+    "collages": "of every eight samples, those that show a picture at half size beside a thing that the base draws first; 0 for none",
+    "companions": "names of such things, known to the base",
+    "collage_pictures": "such things drawn for each picture",
     "caption_dropout": "share of samples captioned by the trigger alone",
     "skip_bad_pictures": "go on without pictures that cannot be read",
     "resume_from_checkpoint": "a checkpoint folder, or 'latest'",
@@ -92,7 +95,8 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
             options = {"type": hint}
         required = field.default is dataclasses.MISSING
         text = TRAIN_HELP.get(field.name, "")
-        shown = "" if required or field.default in (None, (), False) else f" (default: {field.default})"
+        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        shown = "" if required or default in (None, "", False) else f" (default: {default})"
         parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=(text + shown).strip() or None, **options)
 
 

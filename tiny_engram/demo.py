@@ -24,11 +24,22 @@ from tiny_engram.training import TrainConfig, train
 from tiny_engram.training.data import load_picture, scan_folder
 from tiny_engram.training.validation import draw_pictures, save_picture
 
-__all__ = ["CONTEXTS", "run_demo"]
+__all__ = ["CLASS_WORDS", "CONTEXTS", "run_demo"]
 
 logger = logging.getLogger(__name__)
 
 EXAMPLES = EMBEDDED_BASE.parents[1] / "examples"
+# What someone who may only use names that the base was trained on would call each example subject.
+CLASS_WORDS = {
+    "blue-mug": "beer mug",
+    "droid": "postbox",
+    "duck": "duck",
+    "lobster": "crab",
+    "octopus": "jellyfish",
+    "snowman": "ghost",
+    "teddy": "bear",
+    "unicorn": "horse",
+}
 CONTEXTS = {
     "taught": "a 3d {trigger} on a blue background",
     "other background": "a 3d {trigger} on a red background",
@@ -68,7 +79,14 @@ def run_demo(
     check_writable(out)
     began = time.perf_counter()
     pipe = load_pipeline(device="cpu")
-    config = TrainConfig(train_data_dir=str(folder), trigger=trigger, output_dir=str(out), checkpoints_total_limit=1)
+    config = TrainConfig(
+        train_data_dir=str(folder),
+        trigger=trigger,
+        class_word=CLASS_WORDS.get(subject),
+        output_dir=str(out),
+        validation_inference_steps=inference_steps,
+        checkpoints_total_limit=1,
+    )
     if steps is not None:
         config = dataclasses.replace(config, max_train_steps=steps)
     examples = scan_folder(folder, (trigger,)).examples
@@ -95,13 +113,18 @@ def run_demo(
     explanation = adapter.explain(prompts[0]).to_dict()
     adapter.detach()
 
+    places = result.concept.roles.values()
     report = {
         "subject": subject,
         "trigger": trigger,
         "file": result.path.name,
         "file_bytes": result.path.stat().st_size,
         "table_bytes": result.concept.nbytes,
-        "rows": sum(at.payload.shape[0] * at.payload.shape[1] for place in result.concept.roles.values() for at in place.mounts.values()),
+        "rows": sum(at.payload.shape[0] * at.payload.shape[1] for place in places for at in place.mounts.values()),
+        "row_bytes": sum(at.payload.nbytes + at.scale.nbytes for place in places for at in place.mounts.values()),
+        "maps": sum(len(place.maps) for place in places),
+        "map_bytes": sum(at.nbytes for place in places for at in place.maps.values()),
+        "class_word": config.class_word,
         "teaching_seconds": round(seconds, 1),
         "steps": result.steps,
         "total_seconds": round(time.perf_counter() - began, 1),
@@ -120,7 +143,8 @@ def run_demo(
     sheet.row("concept loaded, trigger absent", list(unchanged))
     sheet.row(f"difference (largest: {difference.max()})", [d.astype(np.uint8) for d in difference])
     sheet.note(
-        f"{report['file_bytes']:,} bytes on disk with a thumbnail ({report['table_bytes']:,} of rows and gates, {report['rows']} rows)  ·  "
+        f"{report['file_bytes']:,} bytes on disk with a thumbnail ({report['table_bytes']:,} of values: {report['rows']} rows with their "
+        f"gates, and {report['maps']} maps)  ·  begun at “{config.class_word}”  ·  "
         f"{report['teaching_seconds']:.0f} s to teach ({result.steps} steps)  ·  peak memory {report['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
     save_picture(sheet.render(), out / "sheet.png")

@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def config(folder, tmp_path):
-    """A config of few steps, changed by keywords."""
+    """A config of few steps for a concept at the encoder's output alone, without collages, changed by keywords."""
 
     def make(**changes) -> TrainConfig:
         options = {
@@ -40,7 +40,15 @@ def config(folder, tmp_path):
             "learning_rate": 2e-2,
             "gate_learning_rate": 1e-2,
             "rho": 1.0,
+            "adam_beta2": 0.99,
+            "lr_scheduler": "cosine",
             "lr_warmup_steps": 2,
+            "mounts": ("span",),
+            "share": "none",
+            "bands": 1,
+            "attention_rank": 0,
+            "feedforward_rank": 0,
+            "collages": 0,
             "report_to": "none",
         }
         return TrainConfig(**{**options, **changes})

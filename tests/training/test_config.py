@@ -39,17 +39,20 @@ def make(**changes) -> TrainConfig:
         ("ema_decay", 1.0),
         ("rho", 0.0),
         ("context_rho", -1.0),
-        ("context_rho", 0.5),
         ("mounts", ()),
         ("mounts", ("span", 1)),
         ("share", "width"),
-        ("share", "block"),
         ("bands", 5),
         ("bands", 2.0),
-        ("bands", 2),
         ("attention_rank", -1),
         ("feedforward_rank", 0.5),
         ("class_word", " "),
+        ("collages", 8),
+        ("collages", -1),
+        ("collages", 0.5),
+        ("companions", "key"),
+        ("companions", (1,)),
+        ("collage_pictures", 0),
         ("rho", math.nan),
         ("snr_gamma", -5.0),
         ("resolution", 4),
@@ -72,8 +75,13 @@ def test_nonsense_is_refused_with_field_value_and_expectation(field, value):
 def test_what_only_some_mounts_can_use_is_refused_with_others():
     with pytest.raises(ConfigError, match="class_word is 'lamp', expected None where mounts are neither 'input' nor 'span'"):
         make(mounts=("value",), class_word="lamp")
+    with pytest.raises(ConfigError, match="context_rho is 0.5, expected None where mounts are 'input' and 'span' alone"):
+        make(mounts=("span",), context_rho=0.5)
+    none = {"attention_rank": 0, "feedforward_rank": 0}
     for mounts in (("input",), ("input", "span")):
-        assert not make(mounts=mounts, class_word="lamp").at_denoiser and make(mounts=mounts, attention_rank=1).at_denoiser
+        alone = make(mounts=mounts, class_word="lamp", **none)
+        assert not alone.at_denoiser and make(mounts=mounts, **{**none, "attention_rank": 1}).at_denoiser
+        assert (alone.concept_config.share, alone.concept_config.bands) == ("none", 1)
     assert make(mounts=("input", "value"), bands=4, share="block").at_denoiser
 
 

@@ -164,6 +164,7 @@ def test_the_command_line_takes_mounts(saved_pipe, folder, tmp_path, capsys, log
     out = tmp_path / "cli"
     options = ["--max_train_steps", "1", "--train_batch_size", "1", "--report_to", "none", "--caption_template", "a {trigger}"]
     begin = ["train", "--model", str(saved_pipe), "--train_data_dir", str(folder), "--trigger", "zqx", "--output_dir", str(out)]
+    options += ["--share", "none", "--bands", "1", "--attention_rank", "0", "--feedforward_rank", "0", "--collages", "0"]
     assert main([*begin, *options, "--mounts", "span", "value", "--context_rho", "0.5"]) == 0
     capsys.readouterr()
     assert main(["inspect", str(out / "concept.safetensors"), "--json"]) == 0

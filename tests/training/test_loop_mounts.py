@@ -52,7 +52,7 @@ def test_everything_is_taught_and_the_base_is_not(pipe, config, tmp_path):
     assert all(rows.ne(0).float().mean() > 0.9 for rows in tensors["master.rows"]) and tensors["master.gain"].ne(1).all()
     assert all(at.factors()[1].ne(0).any() for at in place.maps.values())
     recipe = result.concept.recipe
-    assert recipe["class_word"] == "lamp" and recipe["map_learning_rate"] == 2e-3 and recipe["mounts"] == list(ALL["mounts"])
+    assert recipe["class_word"] == "lamp" and recipe["map_learning_rate"] == 3e-3 and recipe["mounts"] == list(ALL["mounts"])
     assert result.concept.config == ConceptConfig(**{k: v for k, v in ALL.items() if k != "class_word"}, rho=1.0)
 
 
@@ -187,6 +187,7 @@ def test_the_command_line_takes_all_of_it(saved_pipe, folder, tmp_path, capsys, 
     out = tmp_path / "cli"
     begin = ["train", "--model", str(saved_pipe), "--train_data_dir", str(folder), "--trigger", "zqx", "--output_dir", str(out)]
     begin += ["--max_train_steps", "1", "--train_batch_size", "1", "--report_to", "none", "--caption_template", "a {trigger}"]
+    begin += ["--collage_pictures", "1", "--companions", "key", "bus", "--validation_inference_steps", "2"]
     chosen = ["--mounts", "input", "value", "--share", "block", "--bands", "2", "--attention_rank", "2", "--feedforward_rank", "1"]
     assert main([*begin, *chosen, "--class_word", "lamp", "--map_learning_rate", "1e-3"]) == 0
     capsys.readouterr()

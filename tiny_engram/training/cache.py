@@ -4,11 +4,12 @@ Behind the encoder its output is as good as the text. Only rows on the token emb
 then no more of it than what they reach. May import torch, diffusers' image processor, data and the adapter's parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 
 from tiny_engram.concept import Concept
@@ -16,9 +17,9 @@ from tiny_engram.config import INPUT
 from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.input_mount import encode_with_input
 from tiny_engram.residual import Spans
-from tiny_engram.training.data import DataError, Example, load_picture
+from tiny_engram.training.data import DataError, Example, fitted_picture
 
-__all__ = ["CaptionBatch", "CaptionStates", "cache_captions", "cache_latents"]
+__all__ = ["CaptionBatch", "CaptionStates", "cache_captions", "cache_latents", "checked_places", "encode_pictures", "find_places"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +89,35 @@ class CaptionStates:
         return Spans.of((row, *place) for row, pick in enumerate(picks) for place in self.places[pick])
 
 
+def find_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
+    """Ids int64 `[texts, time]` as the pipeline makes them, and where the trigger fires in each: (start, length, offset)."""
+    role, mount = next(iter(adapter.mounts.items()))
+    length = mount.tokenizer.model_max_length
+    ids = mount.tokenizer(list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+    found = adapter.spans(concept, ids, role)
+    places: list[list[tuple[int, int, int]]] = [[] for _ in texts]
+    for row, start, size, offset in zip(*(t.tolist() for t in (found.batch, found.start, found.length, found.offset)), strict=True):
+        places[row].append((start, size, offset))
+    return ids, places
+
+
+def checked_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
+    """The same of captions. Raises DataError for one in which the trigger does not fire."""
+    ids, places = find_places(adapter, concept, texts)
+    for text, place in zip(texts, places, strict=True):
+        if not place:
+            raise DataError(
+                f"caption {text!r}: the trigger {concept.trigger!r} does not fire in it (cut off at {ids.shape[1]} tokens, or a letter or "
+                "digit touches it); shorten the caption or write the trigger as a word of its own"
+            )
+    return ids, places
+
+
 def cache_captions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str], batch_size: int = 16) -> CaptionStates:
     """Encode each distinct caption once, with no concept firing. Raises DataError for one in which the trigger does not fire."""
     distinct = tuple(dict.fromkeys(texts))
     role, mount = next(iter(adapter.mounts.items()))
-    length = mount.tokenizer.model_max_length
-    ids = mount.tokenizer(list(distinct), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    found = adapter.spans(concept, ids, role)
-    places: list[list[tuple[int, int, int]]] = [[] for _ in distinct]
-    for row, start, size, offset in zip(*(t.tolist() for t in (found.batch, found.start, found.length, found.offset)), strict=True):
-        places[row].append((start, size, offset))
-    for text, place in zip(distinct, places, strict=True):
-        if not place:
-            raise DataError(
-                f"caption {text!r}: the trigger {concept.trigger!r} does not fire in it (cut off at {length} tokens, or a letter or digit "
-                "touches it); shorten the caption or write the trigger as a word of its own"
-            )
+    ids, places = checked_places(adapter, concept, distinct)
     states = []
     for start in range(0, len(distinct), batch_size):
         embeds, _ = adapter.encode(distinct[start : start + batch_size])
@@ -122,20 +136,23 @@ def _reads_onward(encoder: nn.Module, ids: torch.Tensor) -> bool:
     return torch.equal(encoder(ids)[0][:, :half], encoder(other)[0][:, :half])
 
 
-@torch.no_grad()
 def cache_latents(pipe: Any, examples: Sequence[Example], resolution: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and deviation of each picture's latents, scaled for the denoiser: float32 `[pictures, channels, h, w]` each.
 
     Pictures are scaled so that the shorter side fits and cropped in the middle.
     """
+    return encode_pictures(pipe, (fitted_picture(example, resolution) for example in examples), resolution)
+
+
+@torch.no_grad()
+def encode_pictures(pipe: Any, pictures: Iterable[Image.Image], resolution: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of pictures that have that size, or nearly."""
     from diffusers.image_processor import VaeImageProcessor
-    from PIL import ImageOps
 
     processor = VaeImageProcessor(vae_scale_factor=pipe.vae_scale_factor)
     vae = pipe.vae
     means, stds = [], []
-    for example in examples:
-        picture = ImageOps.fit(load_picture(example.path), (resolution, resolution))
+    for picture in pictures:
         pixels = processor.preprocess(picture, height=resolution, width=resolution).to(vae.device, vae.dtype)
         latents = vae.encode(pixels).latent_dist
         means.append(latents.mean[0].float() * vae.config.scaling_factor)

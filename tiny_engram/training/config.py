@@ -6,15 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_engram.config import INPUT, MOST_BANDS, SPAN
+from tiny_engram.config import INPUT, MOST_BANDS, SPAN, ConceptConfig
 from tiny_engram.errors import ConfigError
+from tiny_engram.mount_names import GROUPS
 
-__all__ = ["TrainConfig"]
+__all__ = ["COMPANIONS", "TrainConfig"]
 
 SCHEDULES = ("constant", "cosine", "linear")
 TRACKERS = ("none", "tensorboard")
 SHARES = ("none", "block")
 ENCODER_MOUNTS = {SPAN, INPUT}
+MOST_COLLAGES = 7
+# Things of everyday pictures, unlike one another, which the embedded base was trained on and no prompt of the demo asks for.
+COMPANIONS = (
+    "apple", "banana", "lemon", "carrot", "tree", "clock", "umbrella", "key", "candle", "chair", "bell", "airplane", "bus", "butterfly",
+    "turtle", "frog", "elephant", "balloon", "star", "camera", "telephone", "house", "ladder", "trophy", "anchor", "cookie", "tractor",
+    "helicopter",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +43,22 @@ class TrainConfig:
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
             that), or single mounts such as "context.0.key".
-        share: "none" gives each cross-attention context rows of its own, "block" one set to all of a block.
-        bands: equal shares of the timesteps that have context rows of their own, 1 to 4.
+        share: "none" gives each cross-attention context rows of its own, "block" one set to all of a block; for the groups alone.
+        bands: equal shares of the timesteps that have context rows of their own, 1 to 4; for the groups alone.
         attention_rank, feedforward_rank: of the maps, which add where the picture looks at the trigger; 0 for none.
-        class_word: a word that the base knows, at whose states the rows of "input" and "span" start; None starts them at zero.
+        class_word: a word that the base knows, at whose states the rows of "input" and "span" start; None starts them at zero. Giving
+            one helps: the nearest thing to the taught one that the base knows.
+        collages: of every eight samples, those that show a taught picture at half size beside a thing that the base draws from the
+            picture's own caption, before teaching; 0 for none. They keep a new thing from swallowing what a prompt puts beside it,
+            and are meant for pictures of one thing on a plain background.
+        companions: names of such things, which the base knows. Those that share a word with the trigger or the class word are passed over.
+        collage_pictures: things drawn for each taught picture; each is laid on either side of it.
         rho: bound of the residual as a share of the span's mean norm; None keeps ConceptConfig's. `context_rho`: that of the context
             mounts; None takes `rho`.
         snr_gamma: min-SNR weight of the loss; None weighs all timesteps alike.
         ema_decay: of the rows that are validated and saved; 0 saves the last ones.
-        validation_prompts: with `{trigger}`; drawn every `validation_steps` steps from fixed seeds. 0 steps: never.
+        validation_prompts: with `{trigger}`; drawn every `validation_steps` steps from fixed seeds. 0 steps: never. The companions
+            of collages are drawn with the same `validation_inference_steps` and `validation_guidance_scale`.
         checkpointing_steps: 0 writes one at the end only. checkpoints_total_limit: oldest are deleted beyond it; None keeps all.
         resume_from_checkpoint: a checkpoint folder, or "latest".
     """
@@ -58,21 +73,24 @@ class TrainConfig:
     skip_bad_pictures: bool = False
     resolution: int | None = None
     train_batch_size: int = 8
-    max_train_steps: int = 550
+    max_train_steps: int = 300
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-2
     gate_learning_rate: float = 1e-2
-    map_learning_rate: float = 2e-3
-    adam_beta2: float = 0.99
-    lr_scheduler: str = "cosine"
-    lr_warmup_steps: int = 10
+    map_learning_rate: float = 3e-3
+    adam_beta2: float = 0.95
+    lr_scheduler: str = "constant"
+    lr_warmup_steps: int = 0
     max_grad_norm: float = 1.0
-    mounts: tuple[str, ...] = ("span",)
-    share: str = "none"
-    bands: int = 1
-    attention_rank: int = 0
-    feedforward_rank: int = 0
+    mounts: tuple[str, ...] = ("input", "value")
+    share: str = "block"
+    bands: int = 2
+    attention_rank: int = 1
+    feedforward_rank: int = 1
     class_word: str | None = None
+    collages: int = 1
+    companions: tuple[str, ...] = COMPANIONS
+    collage_pictures: int = 4
     rho: float | None = None
     context_rho: float | None = None
     snr_gamma: float | None = 5.0
@@ -94,7 +112,13 @@ class TrainConfig:
             if not ok:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, expected {expected}")
 
-        for field in ("train_batch_size", "max_train_steps", "gradient_accumulation_steps", "validation_inference_steps"):
+        for field in (
+            "train_batch_size",
+            "max_train_steps",
+            "gradient_accumulation_steps",
+            "validation_inference_steps",
+            "collage_pictures",
+        ):
             check(isinstance(getattr(self, field), int) and getattr(self, field) >= 1, field, "a whole number from 1")
         for field in ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed", "attention_rank", "feedforward_rank"):
             check(isinstance(getattr(self, field), int) and getattr(self, field) >= 0, field, "a whole number from 0")
@@ -115,22 +139,62 @@ class TrainConfig:
         check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
         limit = self.checkpoints_total_limit
         check(limit is None or limit >= 1, "checkpoints_total_limit", "a whole number from 1")
-        texts = ("aliases", "caption_template", "mounts", "validation_prompts")
+        texts = ("aliases", "caption_template", "mounts", "companions", "validation_prompts")
         for field, kind in (*((name, str) for name in texts), ("validation_seeds", int)):
             value = getattr(self, field)
             check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
         alone = set(self.mounts) <= ENCODER_MOUNTS
         check(self.context_rho is None or not alone, "context_rho", "None where mounts are 'input' and 'span' alone")
-        check(self.share == "none" or not alone, "share", "none where mounts are 'input' and 'span' alone")
-        check(self.bands == 1 or not alone, "bands", "1 where mounts are 'input' and 'span' alone")
         word = self.class_word
         check(word is None or bool(word.strip()), "class_word", "a word that the base knows")
         check(word is None or bool(ENCODER_MOUNTS & set(self.mounts)), "class_word", "None where mounts are neither 'input' nor 'span'")
+        count = self.collages
+        check(
+            isinstance(count, int) and 0 <= count <= MOST_COLLAGES,
+            "collages",
+            f"a whole number from 0 to {MOST_COLLAGES}, of eight samples",
+        )
+        if count:
+            self._check_companions()
         for field in ("caption_template", "validation_prompts"):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:
                     raise ConfigError(f"{field} {text!r} does not hold the trigger; write {{trigger}} where it belongs")
+
+    def _check_companions(self) -> None:
+        for name in self.companions if self.companions != COMPANIONS else ():
+            if not name.strip():
+                raise ConfigError(f"companions are {self.companions!r}, expected names of things that the base knows")
+            for spelling in (self.trigger, *self.aliases):
+                if f" {spelling.lower()} " in f" {name.lower()} ":
+                    raise ConfigError(f"companion {name!r} holds the trigger {spelling!r}, expected a thing that the base knows")
+        if not self.beside:
+            raise ConfigError(
+                f"collages is {self.collages}, but companions are {self.companions!r}, expected a thing of another name than trigger and "
+                "class_word; name one that the base knows, or pass --collages 0"
+            )
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The companions that share no word with the trigger, its aliases or the class word."""
+        taken = {word for text in (self.trigger, *self.aliases, self.class_word or "") for word in text.lower().split()}
+        return tuple(name for name in self.companions if not taken & set(name.lower().split()))
+
+    @property
+    def concept_config(self) -> ConceptConfig:
+        """What the concept is made with; `EngramAdapter.register` takes it too."""
+        # of what has no group, share and bands say nothing, and its file shall not differ by them
+        groups = bool(GROUPS.keys() & set(self.mounts))
+        return ConceptConfig(
+            rho=ConceptConfig().rho if self.rho is None else self.rho,
+            context_rho=self.context_rho,
+            mounts=self.mounts,
+            share="block" if groups and self.share == "block" else "none",
+            bands=self.bands if groups else 1,
+            attention_rank=self.attention_rank,
+            feedforward_rank=self.feedforward_rank,
+        )
 
     @property
     def at_denoiser(self) -> bool:

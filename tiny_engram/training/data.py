@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["DataError", "Example", "Scan", "load_picture", "scan_folder"]
+__all__ = ["DataError", "Example", "Scan", "fitted_picture", "load_picture", "scan_folder"]
 
 EXTENSIONS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 DEFAULT_TEMPLATES = (
@@ -84,6 +84,11 @@ def load_picture(path: Path, background: tuple[int, int, int] = (255, 255, 255))
             return picture.convert("RGB")
     except Exception as error:  # damaged files make decoders raise anything, struct.error and IndexError included
         raise DataError(f"{path}: not a picture that can be read ({_reason(error)}); replace or remove it") from error
+
+
+def fitted_picture(example: Example, side: int) -> Image.Image:
+    """An example's picture, scaled so that its shorter side fits and cropped in the middle to a square of `side` pixels."""
+    return ImageOps.fit(load_picture(example.path), (side, side))
 
 
 def _reason(error: Exception) -> str:

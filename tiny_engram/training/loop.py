@@ -20,15 +20,15 @@ from tqdm.auto import tqdm
 
 from tiny_engram.adapter import attach, find_adapter
 from tiny_engram.concept import Concept
-from tiny_engram.config import ConceptConfig
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.maps import GivenMaps
 from tiny_engram.training import objective
-from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents
+from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
 from tiny_engram.training.checkpoint import find_checkpoint, save_checkpoint
 from tiny_engram.training.class_word import start_at_word
+from tiny_engram.training.collages import draw_collages
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, scan_folder
 from tiny_engram.training.rows import ConceptRows
@@ -54,22 +54,38 @@ class TrainResult:
 
 @dataclass(slots=True)
 class _Data:
-    """The frozen side of a step: everything that depends on the data alone."""
+    """The frozen side of a step: everything that depends on the data alone. The last `collages` of the pictures are collages."""
 
     means: torch.Tensor
     stds: torch.Tensor
     captions: CaptionStates
     choices: list[list[int]]
     bare: list[int]
+    collages: int = 0
+
+    def picture(self, drawn: objective.Draw) -> int:
+        """Which picture a sample shows."""
+        taught = len(self.choices) - self.collages
+        return int(drawn.picture * taught) if drawn.other is None else taught + int(drawn.picture * self.collages)
 
 
-def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: Sequence[Example]) -> _Data:
+def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: Sequence[Example], progress: bool = False) -> _Data:
     spellings = (concept.trigger, *concept.aliases)
-    texts = [caption for example in examples for caption in example.captions] + list(spellings)
-    captions = cache_captions(adapter, concept, texts)
+    resolution = config.resolution or native_size(pipe)
+    shown = [example.captions for example in examples]
+    checked_places(adapter, concept, [text for texts in shown for text in texts])  # before anything is drawn
+    means, stds = cache_latents(pipe, examples, resolution)
+    made = []
+    if config.collages:
+        made = draw_collages(
+            pipe, config, examples, resolution, lambda text: len(find_places(adapter, concept, [text])[1][0]) == 1, progress=progress
+        )
+        shown += [(one.caption,) for one in made]
+        more = encode_pictures(pipe, (one.picture for one in made), resolution)
+        means, stds = torch.cat([means, more[0]]), torch.cat([stds, more[1]])
+    captions = cache_captions(adapter, concept, [caption for texts in shown for caption in texts] + list(spellings))
     index = {text: i for i, text in enumerate(captions.texts)}
-    means, stds = cache_latents(pipe, examples, config.resolution or native_size(pipe))
-    return _Data(means, stds, captions, [[index[c] for c in e.captions] for e in examples], [index[s] for s in spellings])
+    return _Data(means, stds, captions, [[index[c] for c in texts] for texts in shown], [index[s] for s in spellings], len(made))
 
 
 def _choose(items: list[int], share: float) -> int:
@@ -84,9 +100,10 @@ def denoising_loss(
     `module` is a ConceptRows or what Accelerate made of it; `contexts`, whose hooks are held, brings its context mounts and its maps to
     the denoiser.
     """
-    pictures = [int(drawn.picture * len(data.choices)) for drawn in draws]
+    pictures = [data.picture(drawn) for drawn in draws]
     picks = [
-        _choose(data.bare if drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
+        # a collage's caption names both things: cut down to the trigger, it would be wrong
+        _choose(data.bare if drawn.other is None and drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
         for drawn, picture in zip(draws, pictures, strict=True)
     ]
     device, dtype = data.means.device, pipe.unet.dtype
@@ -155,6 +172,11 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
     try:
         frozen = _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
         (contexts,) = adapter.contexts.values()
+        if config.at_denoiser and not contexts.names:
+            raise TinyEngramError(
+                f"mounts {', '.join(map(repr, config.mounts))}, maps of rank {config.attention_rank} and {config.feedforward_rank}: the "
+                "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
+            )
         with frozen, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
             return _train(pipe, adapter, config, progress, on_step)
     finally:
@@ -164,10 +186,7 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
 
 def _start(adapter: Any, config: TrainConfig) -> Concept:
     """The untrained concept, which loads: its trigger is free."""
-    rho = ConceptConfig().rho if config.rho is None else config.rho
-    same = {name: getattr(config, name) for name in ("context_rho", "mounts", "share", "bands", "attention_rank", "feedforward_rank")}
-    concept_config = ConceptConfig(rho=rho, **same)
-    start = adapter.new_concept(config.trigger, config.aliases, config.name, concept_config)
+    start = adapter.new_concept(config.trigger, config.aliases, config.name, config.concept_config)
     name = adapter.load_concept(start, rename=True)
     active = name in adapter.get_active_concepts()
     adapter.unload_concept(name)
@@ -207,11 +226,11 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
         logger.info("%d other files in %s are left alone", scan.others, config.train_data_dir)
     output = Path(config.output_dir)
     check_writable(output)
-    data = _prepare(pipe, adapter, start, config, examples)
-
+    folder = find_checkpoint(output, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
     tracking = config.report_to != "none"
     accelerator = _accelerator(config, output)
     module = _module(adapter, start, role, config)
+    shown = progress and accelerator.is_local_main_process
     groups: list[dict[str, Any]] = [
         {"params": [module.rows], "lr": config.learning_rate},
         {"params": [module.gain, module.bias], "lr": config.gate_learning_rate},
@@ -225,16 +244,16 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     run = Run(module, optimizer.optimizer, accelerator.scaler)
     contexts = adapter.contexts[role]
     validator = Validator(adapter, config, output / "validation")
-    if config.resume_from_checkpoint:
-        folder = find_checkpoint(output, config.resume_from_checkpoint)
-        if folder is not None:
-            resume(run, folder, config)
+    if folder is not None:
+        resume(run, folder, config)
+    started = time.perf_counter()
+    # after all that can be refused at once: it may draw for a minute
+    data = _prepare(pipe, adapter, start, config, examples, shown)
     if accelerator.is_main_process and tracking:
         accelerator.init_trackers("tiny-engram", config=_flat(config))
-    started = time.perf_counter()
 
     def recipe() -> dict[str, Any]:
-        kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed"]
+        kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed", "collages"]
         kept += ["map_learning_rate"] if module.maps is not None else []
         kept += ["class_word"] if config.class_word is not None else []
         return {"mounts": list(config.mounts), "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
@@ -245,7 +264,6 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
             made = run.concept(start, role, recipe())
             save_checkpoint(output, run.step, tensors, state | {"config": config.to_dict()}, made, limit=config.checkpoints_total_limit)
 
-    shown = progress and accelerator.is_local_main_process
     bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)
     processes, rank = accelerator.num_processes, accelerator.process_index
     share = config.train_batch_size
@@ -257,7 +275,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
             total = 0.0
             for part in range(config.gradient_accumulation_steps):
                 first = (part * processes + rank) * share
-                draws = [objective.draw(config.seed, run.step, first + i, samples) for i in range(share)]
+                draws = [objective.draw(config.seed, run.step, first + i, samples, others=config.collages) for i in range(share)]
                 with accelerator.accumulate(wrapped):
                     with accelerator.autocast():
                         loss = denoising_loss(pipe, wrapped, contexts, data, draws, config)

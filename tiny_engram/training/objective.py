@@ -22,17 +22,19 @@ EVERY = 8
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One sample's choices: shares in [0, 1) of pictures, captions and timesteps, the draw for dropout, and a seed for the noise."""
+    """One sample's choices: shares in [0, 1) of pictures, captions and timesteps, the draw for dropout, a seed for the noise, and which of
+    the other pictures' places in every `EVERY` samples it takes, if any."""
 
     picture: float
     caption: float
     timestep: float
     drop: float
     noise_seed: int
+    other: int | None = None
 
 
-def draw(seed: int, step: int, sample: int, samples: int) -> Draw:
-    """The choices of sample number `sample` of `samples` in the global batch at `step`.
+def draw(seed: int, step: int, sample: int, samples: int, *, others: int = 0) -> Draw:
+    """The choices of sample number `sample` of `samples` in the global batch at `step`; `others` of every `EVERY` show others.
 
     Timesteps are stratified over the batch: sample i takes the i-th of equal shares of the schedule.
     """
@@ -40,7 +42,8 @@ def draw(seed: int, step: int, sample: int, samples: int) -> Draw:
     words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 40, 8)]
     # 53 bits fit a double: more would round up to 1
     picture, caption, timestep, drop = ((w >> 11) / 2**53 for w in words[:4])
-    return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1)
+    other = other_picture(step, sample, samples, others) if others else None
+    return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1, other)
 
 
 def other_picture(step: int, sample: int, samples: int, others: int) -> int | None:

@@ -11,6 +11,7 @@ import torch
 
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.mount_names import GROUPS
 from tiny_engram.training.checkpoint import load_checkpoint
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.rows import ConceptRows
@@ -82,6 +83,9 @@ def resume(run: Run, folder: Path, config: TrainConfig) -> None:
     """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps."""
     tensors, state = load_checkpoint(folder)
     now, before = config.to_dict(), {**LATER, **state["config"]}
+    for told in (now, before):
+        if not GROUPS.keys() & set(told.get("mounts") or ()):
+            told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
     for field in ("trigger", "aliases", "mounts", *LATER):
         if before.get(field) != now[field]:
             raise TinyEngramError(
