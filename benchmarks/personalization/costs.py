@@ -1,4 +1,4 @@
-"""What a method costs, alone on the machine: time of a step, memory, bytes, and what it does to prompts that do not name its subject.
+"""What a method costs: time of a step, memory and bytes, alone on the machine; and what it does to prompts that do not name its subject.
 
 Every step of training is timed beside one forward and backward of the bare denoiser on a batch of the same shape, so that
 both see the same machine. Imports torch and parts of the bench.
@@ -26,7 +26,7 @@ from benchmarks.personalization.trigger_free import TriggerFree, near_misses, pr
 if TYPE_CHECKING:
     from benchmarks.personalization.pieces import Bench
 
-__all__ = ["measure"]
+__all__ = ["measure", "trigger_free"]
 
 WARM = 5
 
@@ -113,20 +113,16 @@ def measure(
     *,
     timed: int = 30,
     warm: int = WARM,
-    texts: int = 1000,
-    pictures: int = 32,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Teach `run` alone up to the main checkpoint and measure.
+    """Teach `run` for a few steps, alone on the machine, and measure.
 
     Args:
-        timed: steps that are timed, after `warm` that are not. texts: trigger-free prompts. pictures: drawn of the first of them.
+        timed: steps that are timed, after `warm` that are not.
 
     Returns:
         `bytes` as shipped, trainable `values`, medians of seconds per step (`step_seconds`, `bare_seconds`) and of their ratio
-        (`step_ratio`), peak bytes of training and of the bare step, the method's `options`, and `trigger_free`, what
-        `TriggerFree.changed_by` finds. For ours also `shipped`, the same by the product, or `not_shipped`, why no concept file
-        can hold it.
+        (`step_ratio`), peak bytes of training and of the bare step (every step is alike), and the method's `options`.
     """
     base = bench.base
     bare = _bare_step(base, settings.batch)
@@ -138,14 +134,36 @@ def measure(
     say(f"{run.method}: {found['step_seconds'] * 1000:.1f} ms a step, {found['step_ratio']:.2f} of the bare denoiser's")
     taught = bench.taught_to(method_of(run.method)(base, (run,)), settings)
     memory = _Memory(base)
+    teach(base, method_of(run.method)(base, (run,)), taught, steps=1 + warm, batch_size=settings.batch)
+    return found | {"peak_bytes": memory.peak(), "options": dict(run.options)}
+
+
+def trigger_free(
+    bench: Bench,
+    run: Run,
+    settings: Settings,
+    *,
+    texts: int = 1000,
+    pictures: int = 32,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Teach `run` up to the main checkpoint, and see what it does to prompts that do not name its subject.
+
+    Args:
+        texts: trigger-free prompts. pictures: drawn of the first of them.
+
+    Returns:
+        `trigger_free`, what `TriggerFree.changed_by` finds, and `steps`. For ours also `shipped`, the same by the product, or
+        `not_shipped`, why no concept file can hold it.
+    """
+    base = bench.base
     adapters = method_of(run.method)(base, (run,))
-    teach(base, adapters, taught, steps=settings.main, batch_size=settings.batch)
-    found |= {"peak_bytes": memory.peak(), "steps": settings.main, "options": dict(run.options)}
+    teach(base, adapters, bench.taught_to(adapters, settings), steps=settings.main, batch_size=settings.batch)
     trigger = bench.subjects[run.subject].trigger
     written = prompts(known_names(), trigger, texts)
     near = [any(word in text for word in near_misses(trigger)) for text in written]
     untriggered = TriggerFree(base, written, near, settings, pictures=pictures)
-    found["trigger_free"] = untriggered.changed_by(adapters)
+    found: dict[str, Any] = {"trigger_free": untriggered.changed_by(adapters), "steps": settings.main}
     if run.method == OURS:
         shipping: Any = adapters
         try:

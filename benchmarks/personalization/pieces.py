@@ -138,12 +138,13 @@ def run_piece(bench: Bench, piece: Piece, say: Callable[[str], None] = lambda li
         subjects = tuple(bench.subjects.values())
         outcome.judges = accuracy(bench.base.vae, subjects, judges=bench.judges)
         outcome.ceilings = ceilings(bench.base.vae, subjects, judges=bench.judges)
-    elif piece.kind == "costs":
-        from benchmarks.personalization.costs import measure
+    elif piece.kind in ("costs", "trigger-free"):
+        from benchmarks.personalization.costs import measure, trigger_free
 
-        outcome.costs = {piece.method: measure(bench, piece.runs[0], piece.settings, say=say)}
+        find = measure if piece.kind == "costs" else trigger_free
+        outcome.costs = {piece.method: find(bench, piece.runs[0], piece.settings, say=say)}
     else:
-        raise ValueError(f"piece of kind {piece.kind!r}, expected teach, known, untaught, judges or costs")
+        raise ValueError(f"piece of kind {piece.kind!r}, expected teach, known, untaught, judges, costs or trigger-free")
     return outcome
 
 

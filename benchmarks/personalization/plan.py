@@ -122,7 +122,7 @@ class Piece:
 
     Attributes:
         kind: "teach"; "known" (the base draws names that it knows) and "untaught" (subjects by their class words), which draw those of
-            the gallery; "judges" (their accuracy, ceilings); "costs".
+            the gallery; "judges" (their accuracy, ceilings); "costs", alone on the machine; "trigger-free", what changes elsewhere.
         label: the method's name in tables; a lever's own.
         draw_at: checkpoints at which all runs are drawn. between_seeds: the runs that are drawn at checkpoints other than
             the main one, by seed. pairs: whether pairs of the subjects of one seed are drawn at the main step.
@@ -158,7 +158,7 @@ class Piece:
 
     def cells(self) -> set[str]:
         """What a later piece of the same stage, method and label replaces: subject, seed, and the rate where several are tried."""
-        if not self.runs:
+        if not self.runs or self.kind == "trigger-free":
             return {self.kind}
         rated = self.stage in ("sweep", "levers")
         return {f"{run.subject}/{run.seed}" + (f"/{run.learning_rate:g}" if rated else "") for run in self.runs}
@@ -182,8 +182,8 @@ class Piece:
             for seed in {run.seed for run in self.runs}:
                 same = sum(run.seed == seed for run in self.runs)
                 pictures += same * (same - 1) // 2 * s.pair * (1 + len(self.controls))
-        trained = count * max(self.draw_at, default=s.main) * s.batch * 3
-        return trained + pictures * s.drawing_steps * 2 + (6_000 if self.kind == "costs" else 0)
+        trained = count * (50 if self.kind == "costs" else max(self.draw_at, default=s.main)) * s.batch * 3
+        return trained + pictures * s.drawing_steps * 2 + (6_000 if self.kind == "trigger-free" else 0)
 
     def title(self) -> str:
         """For progress lines."""
@@ -349,11 +349,12 @@ def base(subjects: Subjects, settings: Settings) -> list[Piece]:
 
 
 def costs(subjects: Subjects, settings: Settings, rates: Mapping[str, float], *, only: Sequence[str] = ()) -> list[Piece]:
-    """Every method alone on the machine: one run of the first development subject."""
+    """Every method alone on the machine, then what each changes elsewhere: one run of the first development subject."""
     pieces = []
-    for method in [_known(m) for m in only or METHODS if only or not is_control(m)]:
-        run = Run(method=method, subject=subjects.development[0], seed=SEEDS[0], learning_rate=_rate(method, rates, "costs"))
-        pieces += _pieces("costs", [run], subjects.development, subjects, settings, kind="costs", keep=False)
+    for kind in ("costs", "trigger-free"):
+        for method in [_known(m) for m in only or METHODS if only or not is_control(m)]:
+            run = Run(method=method, subject=subjects.development[0], seed=SEEDS[0], learning_rate=_rate(method, rates, "costs"))
+            pieces += _pieces("costs", [run], subjects.development, subjects, settings, kind=kind, keep=False)
     return pieces
 
 

@@ -206,8 +206,10 @@ def merge(results: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> di
             stages.setdefault(stage, []).extend(record | {"piece": piece["key"][:8]} for record in records)
         pairs += [record | {"piece": piece["key"][:8]} for record in piece["pairs"]]
         merged["losses"] |= {name: {"piece": piece["key"][:8], "curve": curve} for name, curve in piece["losses"].items()}
-        for name in ("judges", "ceilings", "costs"):
+        for name in ("judges", "ceilings"):
             merged[name] |= piece[name]
+        # time alone on a machine and changes elsewhere are pieces of their own
+        merged["costs"] |= {method: merged["costs"].get(method, {}) | found for method, found in piece["costs"].items()}
         merged |= {name: piece[name] for name in ("commit", "machine", "versions")}
     machines = list(dict.fromkeys(old["machine"] for old in merged["pieces"].values()))
     if machines:

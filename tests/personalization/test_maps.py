@@ -99,7 +99,8 @@ def test_gradients_reach_every_factor(base, make):
     ours = make("disc")
     rows = base.rows(["a 3d {0} on a red background"], [triggers(base, "disc")], torch.tensor([[0]]))
     predict(base, ours, rows)[0].square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in ours.maps.factors.values())
+    gradients = ours.maps.values_of.grad
+    assert gradients is not None and all(part.abs().max() > 0 for part in ours.maps.parts(gradients).values())
 
 
 @torch.no_grad()

@@ -60,9 +60,7 @@ def test_each_run_equals_torch(name):
     train(stacked, steps)
     for i, (rate, (matrix, vector)) in enumerate(zip(RATES, starts, strict=True)):
         matrix, vector = nn.Parameter(matrix), nn.Parameter(vector)
-        groups = [
-            {"params": [p], "lr": rate * stacked.rate_factors.get(n, 1)} for n, p in (("matrix", matrix), ("vector", vector))
-        ]
+        groups = [{"params": [p], "lr": rate * stacked.rate_factors.get(n, 1)} for n, p in (("matrix", matrix), ("vector", vector))]
         adam = torch.optim.AdamW(groups, betas=stacked.betas, weight_decay=stacked.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             adam, lambda step: rate_factor(step, steps, schedule=stacked.schedule, warmup=stacked.warmup)

@@ -1,6 +1,5 @@
 """Plots of invented results: what is drawn is what was measured, at the size that the page shows, and the same file every time."""
 
-
 import pytest
 from matplotlib import pyplot as plt
 from PIL import Image

@@ -18,7 +18,8 @@ BLOCKS = ("down0", "down1", "mid", "up0", "up1")
 
 
 def settings(**changes) -> TrainConfig:
-    return TrainConfig(train_data_dir="none", trigger="rugo-bin", train_batch_size=SAMPLES, report_to="none", **changes)
+    plain = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0, "collages": 0}
+    return TrainConfig(train_data_dir="none", trigger="rugo-bin", train_batch_size=SAMPLES, report_to="none", **plain | changes)
 
 
 def paired(ours: Ours, module) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:

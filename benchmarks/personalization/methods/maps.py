@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.personalization.methods.method import Rows
-from benchmarks.personalization.methods.spans import BASES, CONFIG
+from benchmarks.personalization.methods.spans import BASES, CONFIG, gathered
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.quantization import fake_quantize, quantize
 
@@ -43,16 +43,17 @@ def ranks_of(text: str) -> dict[str, int]:
 
 
 class Maps(nn.Module):
-    """The maps of many runs.
+    """The maps of many runs, as one parameter float32 `[runs, values]`: a step waits for kernels to be launched, not for numbers.
 
-    `factors`: "{site}-{i}-in" (w) and "{site}-{i}-out" (u) for the i-th cross-attention, each `[runs, rank, channels]`. The first start as
-    rows of a fixed basis, equal for all runs, the second at zero.
+    It holds, one behind the other, "{site}-{i}-in" (w) and "{site}-{i}-out" (u) for the i-th cross-attention, see `factors`. The first
+    start as rows of a fixed basis, equal for all runs, the second at zero.
     """
 
     def __init__(self, base: Base, runs: int, ranks: dict[str, int], *, quantised: bool) -> None:
         super().__init__()
         self.ranks, self.quantised = ranks, quantised
-        self.factors = nn.ParameterDict()
+        self.shapes: dict[str, tuple[int, int]] = {}
+        starts: list[torch.Tensor] = []
         for i, (_, module) in enumerate(base.cross_attentions):
             attention: Any = module
             channels = attention.to_q.in_features
@@ -60,30 +61,43 @@ class Maps(nn.Module):
             for number, (site, rank) in enumerate(ranks.items()):
                 if rank * len(ranks) > channels:
                     raise ValueError(f"maps of rank {rank} at {channels} channels; expected {channels // len(ranks)} at most")
-                start = fixed_basis(one[number * rank : (number + 1) * rank], width=channels, seed=BASES[0])
-                self.factors[f"{site}-{i}-in"] = nn.Parameter(start.expand(runs, -1, -1).clone())
-                self.factors[f"{site}-{i}-out"] = nn.Parameter(torch.zeros(runs, rank, channels, device=base.device))
+                starts.append(fixed_basis(one[number * rank : (number + 1) * rank], width=channels, seed=BASES[0]))
+                starts.append(torch.zeros_like(starts[-1]))
+                self.shapes |= {f"{site}-{i}-{end}": (rank, channels) for end in ("in", "out")}
+        if starts:
+            start = torch.cat([x.flatten() for x in starts])
+            self.values_of = nn.Parameter(start.expand(runs, -1).clone())
 
-    def _gathered(self, name: str, run: torch.Tensor) -> torch.Tensor:
+    def parts(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views `[..., rank, channels]` of values laid out as the parameter is, `[..., values]`, by name."""
+        split = values.split([rank * channels for rank, channels in self.shapes.values()], -1)
+        return {name: part.unflatten(-1, shape) for (name, shape), part in zip(self.shapes.items(), split, strict=True)}
+
+    @property
+    def factors(self) -> dict[str, torch.Tensor]:
+        """Views of the parameter, `[runs, rank, channels]` each."""
+        return self.parts(self.values_of) if self.shapes else {}
+
+    def _read(self, run: torch.Tensor, strength: float) -> dict[str, torch.Tensor]:
         """`[batch, slots * rank, channels]` of each row's runs, as they would be read from a file; zeros for a run of -1."""
-        factors = self.factors[name]
+        values = self.values_of
         if self.quantised:
-            factors = fake_quantize(factors.unflatten(-1, (-1, BLOCK))).flatten(-2)
-        # zeros rather than a product with 0: a run that diverged must not reach rows that it has no part in
-        own = factors[run.clamp(min=0)].masked_fill((run < 0)[:, :, None, None], 0.0)
-        return own.flatten(1, 2)
+            values = fake_quantize(values.unflatten(-1, (-1, BLOCK))).flatten(-2)
+        own = gathered(values, run.clamp(min=0).flatten()).unflatten(0, run.shape)
+        if run.shape[1] > 1:
+            # zeros rather than a product with 0: a run that diverged must not reach rows that it has no part in
+            own = own.masked_fill((run < 0)[:, :, None], 0.0)
+        parts = {name: part.flatten(1, 2) for name, part in self.parts(own).items()}
+        return parts if strength == 1.0 else {n: strength * part if n.endswith("-out") else part for n, part in parts.items()}
 
     def hooks(self, base: Base, rows: Rows, strength: float) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
         """For `spans.hooked`: the denoiser runs with the maps of `rows` in it."""
-        fired = _fired(rows)
+        fired, read = _fired(rows), self._read(rows.run, strength)
         modules = dict(base.unet.named_modules())
         names = {module: name for name, module in modules.items()}
         hooks: list[tuple[nn.Module, Callable[..., Any], bool]] = []
         for i, (_, module) in enumerate(base.cross_attentions):
-            factors = {
-                site: (self._gathered(f"{site}-{i}-in", rows.run), strength * self._gathered(f"{site}-{i}-out", rows.run))
-                for site in self.ranks
-            }
+            factors = {site: (read[f"{site}-{i}-in"], read[f"{site}-{i}-out"]) for site in self.ranks}
             layer = modules[names[module].removesuffix("attn2") + "ff"]
             hooks += _Layer(module, fired, factors, rows.run.shape[1]).hooks(layer)
         return hooks
