@@ -107,8 +107,13 @@ def test_the_file_keeps_maps_and_every_kind_of_mount(taught, tmp_path):
     for name, rows in taught.roles["clip_l"].maps.items():
         assert all(torch.equal(a, b) for a, b in zip(bits(rows), bits(maps[name]), strict=True))
     tensors = load_file(path)
-    assert tensors["clip_l.map.attention.0.into_payload"].dtype == torch.float8_e4m3fn
-    assert list(tensors["clip_l.map.feedforward.1.out_scale"].shape) == [1, 2]
+    values = 2 * sum(rank * channels for rank, channels in SHAPES.values())
+    assert tensors["clip_l.maps.payload"].dtype == torch.float8_e4m3fn and list(tensors["clip_l.maps.payload"].shape) == [values]
+    assert list(tensors["clip_l.maps.scale"].shape) == [values // 32] and list(tensors["clip_l.rows.gain"].shape)[0] == 3
+    # few tensors, since the header names each: what it says takes no more room than the values do elsewhere
+    assert sorted(name.partition(".")[2] for name in tensors) == sorted(
+        [*(f"rows.{part}" for part in ("payload", "scale", "gain", "bias")), "maps.payload", "maps.scale"]
+    )
 
 
 def test_what_old_readers_understand_says_so_in_their_words(make):
@@ -128,18 +133,19 @@ def test_what_old_readers_understand_says_so_in_their_words(make):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda t, d: t.pop("clip_l.map.attention.0.out_scale"), "tensor clip_l.map.attention.0.out_scale is missing"),
-        (
-            lambda t, d: t.update({"clip_l.map.attention.0.into_scale": torch.zeros(2, 2, dtype=torch.uint8)}),
-            "expected torch.uint8 \\[2, 3\\]",
-        ),
-        (lambda t, d: t.update({"clip_l.map.attention.0.out_scale": torch.full((2, 3), 255, dtype=torch.uint8)}), "NaN"),
+        (lambda t, d: t.pop("clip_l.maps.scale"), "tensor clip_l.maps.scale is missing"),
+        (lambda t, d: t.pop("clip_l.rows.gain"), "tensor clip_l.rows.gain is missing"),
+        (lambda t, d: t.update({"clip_l.rows.gain": t["clip_l.rows.gain"][1:]}), "expected 3 mounts first"),
+        (lambda t, d: t.update({"clip_l.maps.scale": torch.zeros(2, 2, dtype=torch.uint8)}), r"clip_l.maps.scale is \[2, 2\], expected"),
+        (lambda t, d: t.update({"clip_l.maps.payload": t["clip_l.maps.payload"].float()}), "expected torch.float8_e4m3fn"),
+        (lambda t, d: t["clip_l.maps.scale"].fill_(255), "NaN"),
         (lambda t, d: d["maps"].update({"attention.0": [2, 90]}), "channels a multiple of 32"),
         (lambda t, d: d["maps"].update({"attention.0": [2.0, 96]}), "expected \\[rank, channels\\]"),
         (lambda t, d: d["maps"].update({"attention.0": [97, 96]}), "expected \\[rank, channels\\]"),
         (lambda t, d: d["maps"].update({"attention.0": 3}), "does not describe a concept"),
         (lambda t, d: d["maps"].update({"other.0": [2, 96]}), "map 'other.0' of role 'clip_l' is unknown"),
-        (lambda t, d: d["maps"].pop("attention.0"), "unexpected tensors"),
+        (lambda t, d: d["maps"].pop("attention.0"), r"clip_l.maps.payload is \[.*, expected"),
+        (lambda t, d: t.update({"clip_l.span.gain": torch.zeros(3)}), "unexpected tensors"),
         (lambda t, d: d.update({"maps": ["attention.0"]}), "does not describe a concept"),
     ],
 )

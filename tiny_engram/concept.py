@@ -166,7 +166,8 @@ class Concept:
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file, atomically; returns its path. Raises ConceptFileError (disk full, no permission, ...)."""
-        tensors = {name: tensor for role, place in self.roles.items() for name, tensor in tensors_of(role, place).items()}
+        version = format_of(self.config, self.roles)
+        tensors = {name: tensor for role, place in self.roles.items() for name, tensor in tensors_of(role, place, version).items()}
         return concept_file.write(Path(path), tensors, self.metadata)
 
     @classmethod
@@ -185,7 +186,7 @@ class Concept:
     def _assemble(cls, tensors: dict[str, torch.Tensor], described: dict[str, Any], thumbnail: str | None) -> "Concept":
         config = ConceptConfig.from_dict(described["config"])
         left = dict(tensors)
-        roles = {role: read_role(role, about, config, left) for role, about in described["roles"].items()}
+        roles = {role: read_role(role, about, config, left, described["format"]) for role, about in described["roles"].items()}
         if left:
             raise TinyEngramError(f"unexpected tensors {sorted(left)[:4]}")
         if not roles:

@@ -1,6 +1,8 @@
 """What a concept's file says of one encoder, and its tensors: from `RoleRows` and back, with every size, type and shape checked.
 
-May import config, concept_rows, triggers and mount_names. Tensors are "{role}.{mount}.{part}" and "{role}.map.{map}.{part}".
+May import config, concept_rows, triggers and mount_names. In format 1 tensors are "{role}.{mount}.{part}". In format 2 a role has
+"{role}.rows.{part}", all mounts stacked in the order of the description, and "{role}.maps.payload" and "{role}.maps.scale", the maps'
+factors one behind the other: a header names every tensor, and would be longer than what it is about.
 """
 
 from collections.abc import Mapping
@@ -58,15 +60,59 @@ def describe_role(place: RoleRows) -> dict[str, Any]:
     return described
 
 
-def tensors_of(role: str, place: RoleRows) -> dict[str, torch.Tensor]:
-    """The tensors of one role, by their names in the file."""
-    mounts = {f"{role}.{m}.{part}": getattr(rows, part).contiguous() for m, rows in place.mounts.items() for part in MOUNT_PARTS}
-    maps = {f"{role}.map.{name}.{part}": getattr(rows, part).contiguous() for name, rows in place.maps.items() for part in MAP_PARTS}
-    return mounts | maps
+def tensors_of(role: str, place: RoleRows, version: int) -> dict[str, torch.Tensor]:
+    """The tensors of one role, by their names in a file of this format."""
+    mounts = {part: [getattr(rows, part) for rows in place.mounts.values()] for part in MOUNT_PARTS}
+    if version == 1:
+        names = [f"{role}.{mount}" for mount in place.mounts]
+        return {f"{name}.{part}": x.contiguous() for part, each in mounts.items() for name, x in zip(names, each, strict=True)}
+    found = {f"{role}.rows.{part}": _stacked(each) for part, each in mounts.items() if each}
+    for part in ("payload", "scale"):
+        factors = [getattr(rows, f"{side}_{part}").flatten() for rows in place.maps.values() for side in ("into", "out")]
+        found |= {f"{role}.maps.{part}": _joined(factors)} if factors else {}
+    return found
 
 
-def read_role(role: str, about: dict[str, Any], config: ConceptConfig, left: dict[str, torch.Tensor]) -> RoleRows:
-    """What `describe_role` and `tensors_of` said; its tensors are taken out of `left`.
+def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return _joined([tensor[None] for tensor in tensors])
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Along the first dimension; by bytes, since torch joins no float8 on some devices."""
+    return torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+
+def _taken_apart(role: str, about: dict[str, Any], left: dict[str, torch.Tensor]) -> None:
+    """Put the tensors of a role in format 2 into `left` one by one, as those of format 1 are."""
+    for part in MOUNT_PARTS if about["rho"] else ():
+        stacked = left.pop(f"{role}.rows.{part}", None)
+        if stacked is None:
+            raise TinyEngramError(f"tensor {role}.rows.{part} is missing")
+        if stacked.ndim == 0 or len(stacked) != len(about["rho"]):
+            raise TinyEngramError(f"{role}.rows.{part} is {list(stacked.shape)}, expected {len(about['rho'])} mounts first")
+        _put(left, {f"{role}.{mount}.{part}": rows.clone() for mount, rows in zip(about["rho"], stacked, strict=True)})
+    shapes = about.get("maps", {})
+    sizes = {"payload": [rank * channels for rank, channels in shapes.values()]}
+    sizes["scale"] = [size // BLOCK for size in sizes["payload"]]
+    for part, each in sizes.items() if shapes else ():
+        joined = left.pop(f"{role}.maps.{part}", None)
+        if joined is None:
+            raise TinyEngramError(f"tensor {role}.maps.{part} is missing")
+        if list(joined.shape) != [2 * sum(each)]:
+            raise TinyEngramError(f"{role}.maps.{part} is {list(joined.shape)}, expected [{2 * sum(each)}]")
+        split = iter(joined.split([size for size in each for _ in range(2)]))
+        for name, (rank, _) in shapes.items():
+            _put(left, {f"{role}.map.{name}.{side}_{part}": next(split).reshape(rank, -1).clone() for side in ("into", "out")})
+
+
+def _put(left: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    if both := sorted(tensors.keys() & left.keys()):
+        raise TinyEngramError(f"unexpected tensors {both[:4]}")
+    left |= tensors
+
+
+def read_role(role: str, about: dict[str, Any], config: ConceptConfig, left: dict[str, torch.Tensor], version: int) -> RoleRows:
+    """What `describe_role` and `tensors_of` said in a file of this format; its tensors are taken out of `left`.
 
     Raises:
         TinyEngramError: a size, type or shape that does not fit, or values that are not finite; and KeyError, TypeError and the like
@@ -84,6 +130,10 @@ def read_role(role: str, about: dict[str, Any], config: ConceptConfig, left: dic
         raise TinyEngramError(f"token sequences of role {role!r} do not fit together")
     positions = sum(len(g.canonical) for g in groups)
     columns = (config.max_ngram - 1) * config.heads_at(width)
+    for name, shape in about.get("maps", {}).items():
+        _check_shape(role, name, shape)
+    if version > 1:
+        _taken_apart(role, about, left)
     mounts = {mount: _read_mount(f"{role}.{mount}", rho, positions, columns, config, left) for mount, rho in about["rho"].items()}
     maps = {name: _read_map(role, name, shape, left) for name, shape in about.get("maps", {}).items()}
     return RoleRows(width, str(about["tokenizer"]), tuple(groups), variants, mounts, maps)
@@ -101,14 +151,17 @@ def _read_mount(where: str, rho: Any, positions: int, columns: int, config: Conc
     return rows
 
 
-def _read_map(role: str, name: str, shape: Any, left: dict[str, torch.Tensor]) -> MapRows:
+def _check_shape(role: str, name: str, shape: Any) -> None:
     if map_name(name) is None:
         raise TinyEngramError(f"map {name!r} of role {role!r} is unknown, expected attention.NUMBER or feedforward.NUMBER")
     rank, channels = shape
     sizes = all(isinstance(side, int) and not isinstance(side, bool) for side in shape)
     if not sizes or not 1 <= rank <= channels <= MOST_WIDTH or channels % BLOCK:
         raise TinyEngramError(f"map {name!r} of role {role!r} is {shape!r}, expected [rank, channels], channels a multiple of {BLOCK}")
-    where, parts = f"{role}.map.{name}", []
+
+
+def _read_map(role: str, name: str, shape: list[int], left: dict[str, torch.Tensor]) -> MapRows:
+    (rank, channels), where, parts = shape, f"{role}.map.{name}", []
     for side in ("into", "out"):
         parts.append(_take(left, f"{where}.{side}_payload", torch.float8_e4m3fn, [rank, channels]))
         parts.append(_take(left, f"{where}.{side}_scale", torch.uint8, [rank, channels // BLOCK]))
