@@ -60,6 +60,8 @@ def test_losses_are_those_of_the_product(base, shown, tmp_path):
         lines += [{"file_name": f"{i}.png", "text": text.replace("{0}", "{trigger}")} for text in picture.captions]
     (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     settings = {"train_batch_size": 2, "max_train_steps": 3, "learning_rate": 2e-2, "gate_learning_rate": 2e-2, "lr_warmup_steps": 2}
+    settings |= {"mounts": ("span",), "attention_rank": 0, "feedforward_rank": 0, "collages": 0}
+    settings |= {"lr_scheduler": "cosine", "adam_beta2": 0.99}
     config = TrainConfig(
         train_data_dir=str(tmp_path), trigger="rugo-bin", output_dir=str(tmp_path / "out"), rho=1.5, seed=7, report_to="none", **settings
     )
