@@ -84,8 +84,9 @@ def check(pipe: Any, folder: Path, batch: int, **changes: Any) -> None:
 
 def recipe(folder: Path, steps: int, batch: int, **changes: Any) -> TrainConfig:
     given: dict[str, Any] = {"train_data_dir": str(SUBJECT), "trigger": TRIGGER, "output_dir": str(folder), "report_to": "none"}
-    # two pictures of the base are enough to make collages of
-    return TrainConfig(max_train_steps=steps, train_batch_size=batch, **given | {"collage_pictures": 1} | changes)
+    # one thing drawn for each picture is enough to make collages of
+    given |= {"max_train_steps": steps, "train_batch_size": batch, "collage_pictures": 1}
+    return TrainConfig(**given | changes)
 
 
 class Bare:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,13 @@ def test_losses_are_those_of_the_product(base, shown, tmp_path):
         Image.fromarray(picture.image).save(tmp_path / f"{i}.png")
         lines += [{"file_name": f"{i}.png", "text": text.replace("{0}", "{trigger}")} for text in picture.captions]
     (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    settings = {"train_batch_size": 2, "max_train_steps": 3, "learning_rate": 2e-2, "gate_learning_rate": 2e-2, "lr_warmup_steps": 2}
+    settings: dict[str, Any] = {
+        "train_batch_size": 2,
+        "max_train_steps": 3,
+        "learning_rate": 2e-2,
+        "gate_learning_rate": 2e-2,
+        "lr_warmup_steps": 2,
+    }
     settings |= {"mounts": ("span",), "attention_rank": 0, "feedforward_rank": 0, "collages": 0}
     settings |= {"lr_scheduler": "cosine", "adam_beta2": 0.99}
     config = TrainConfig(
