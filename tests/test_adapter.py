@@ -250,6 +250,18 @@ def test_a_deep_copy_says_that_it_has_no_concepts(tiny, adapter, pipe):
     assert torch.equal(encode(twin, "a zqx"), encode(pipe, "a zqx"))
 
 
+def test_a_detached_adapter_takes_no_concept(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    concept = tiny.concept(adapter, "zqx")
+    adapter.detach()
+    for attach in (None, tiny_engram.attach):
+        if attach is not None:
+            attach(own_pipe)
+        with pytest.raises(TinyEngramError, match=r"this adapter was detached.*call tiny_engram.attach\(pipe\)"):
+            adapter.load_concept(concept)
+    tiny_engram.get_adapter(own_pipe).load_concept(concept)
+
+
 def test_pickled_encoders_lose_the_concepts_aloud(own_pipe, tmp_path):
     # not the session's pipeline: transformers leaves hooks of its own, which cannot be pickled, where hidden states were asked for
     tiny_engram.attach(own_pipe)

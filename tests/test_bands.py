@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from diffusers import KarrasVeScheduler
 
 import tiny_engram
 from tiny_engram.config import ConceptConfig
+from tiny_engram.errors import TinyEngramError
 from tiny_engram.mounts import MountError
 from tiny_engram.residual import apply_concept
 
@@ -228,6 +230,37 @@ def test_another_scheduler_counts_its_own_timesteps(tiny, own_pipe):
         run(own_pipe, states, 150)
     expected = moved(own_pipe, adapter, concept, "context.0.key.2of2", states, PROMPT)
     assert torch.equal(seen["context.0.key"][0], expected)
+
+
+def test_a_scheduler_that_counts_no_timesteps_is_told(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=BANDS))
+    states, _ = adapter.encode(PROMPT)
+    own_pipe.scheduler = KarrasVeScheduler()
+    with pytest.raises(MountError, match="KarrasVeScheduler says num_train_timesteps None, expected how many .* disable_concepts"):
+        run(own_pipe, states)
+    adapter.disable_concepts()
+    run(own_pipe, states)
+
+
+@pytest.mark.parametrize(
+    "mounts",
+    [
+        ("context.3.value", "context.up0.value"),
+        ("context.3.value", "context.3.value.1of2"),
+        ("context.up0.value.2of2", "context.3.value.1of2"),
+        ("context.up0.value.2of2", "context.up0.value.2of3"),
+    ],
+)
+def test_one_concept_has_one_layout_at_a_place(tiny, adapter, mounts, tmp_path):
+    path = tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=mounts)).save(tmp_path / "both.safetensors")
+    expected = f"has rows at mounts '{mounts[0]}' and '{mounts[1]}' of clip_l, which both add to what context.\\d.value reads; expected one"
+    with pytest.raises(TinyEngramError, match=expected):
+        adapter.load_concept(path)
+    assert adapter.get_list_concepts() == []
+    for beside in ("context.3.key", "context.up0.key", "context.1.value.1of3"):
+        adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=(mounts[1], beside))), beside)
+        adapter.unload_concept()
 
 
 def test_reading_outside_of_a_call_is_told(tiny, adapter, pipe):

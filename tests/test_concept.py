@@ -240,6 +240,7 @@ def test_damaged_bytes_never_give_another_error(saved, tmp_path):
         (lambda t, d: t.update({"clip_l.span.scale": torch.full((6, 4, 1), 255, dtype=torch.uint8)}), "NaN"),
         (lambda t, d: t.update({"extra": torch.ones(1)}), "unexpected tensors"),
         (lambda t, d: d["config"].update({"vocab": -1}), "vocab"),
+        (lambda t, d: d["config"].update({"max_ngram": 10**6}), "expected at most 128 rows"),
         (lambda t, d: d["config"].update({"other": 1}), "other"),
         (lambda t, d: d["roles"]["clip_l"].update({"width": 10**9}), "width"),
         (lambda t, d: d["roles"]["clip_l"]["variants"][0].update({"group": 7}), "do not fit together"),

@@ -87,3 +87,14 @@ def test_too_few_heads_are_refused():
     with pytest.raises(ConfigError, match="width 160 needs 3"):
         ConceptConfig(heads=2).heads_at(160)
     assert ConceptConfig(max_ngram=2).heads_at(160) == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_ngram": 130, "heads": 1}, {"heads": 65}, {"heads": 10**9}, {"head_dim": 65_536}],
+    ids=lambda options: next(iter(options)),
+)
+def test_rows_without_end_are_refused(options):
+    with pytest.raises(ConfigError, match="rows of .* values a position: expected at most 128 rows and 65536 values at width 768"):
+        ConceptConfig(**{"heads": 12, **options}).heads_at(768)
+    assert ConceptConfig(heads=64).heads_at(768) == 64 and ConceptConfig().heads_at(65_536) == 1024

@@ -59,12 +59,25 @@ def test_attention_that_passes_the_mounts_by_is_told(tiny):
     adapter = tiny_engram.attach(pipe)
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=SIDES))
     ours = tiny.picture(pipe, PROMPT)
-    pipe.fuse_qkv_projections(vae=False)
-    adapter.set_strength("zqx bolo", 1.0)
-    with pytest.raises(MountError, match=r"ran without reading through context.0.key, .* undo fused projections"):
-        tiny.picture(pipe, PROMPT)
+    pipe.fuse_qkv_projections(vae=False)  # after a picture that went well
+    for _ in range(2):
+        with pytest.raises(MountError, match=r"ran without reading through context.0.key, .* undo fused projections"):
+            tiny.picture(pipe, PROMPT)
     pipe.unfuse_qkv_projections(vae=False)
     assert torch.equal(ours, tiny.picture(pipe, PROMPT))
+
+
+def test_states_given_by_name_are_told(tiny, loaded, monkeypatch):
+    """A hook does not see them."""
+    pipe, _ = loaded
+
+    def attend(attn, hidden_states, encoder_hidden_states=None, **_):
+        return attn.to_out[0](attn.to_q(hidden_states) + attn.to_k(input=encoder_hidden_states).mean())
+
+    for block in tiny.blocks_of(pipe.unet):
+        monkeypatch.setattr(block.attn2, "processor", attend)
+    with pytest.raises(MountError, match="ran without reading through context.0.key"):
+        tiny.picture(pipe, PROMPT)
 
 
 def test_sequentially_offloaded_denoiser(tiny):
@@ -207,6 +220,18 @@ def test_pipelines_that_share_the_parts(tiny, loaded):
     adapter.disable_concepts()
     assert not torch.equal(ours, draw(PROMPT)) and torch.equal(tree, draw("a tree"))
     adapter.enable_concepts()
+
+
+def test_the_denoiser_is_known_when_the_first_pipeline_is_gone(tiny):
+    pipe = tiny.build()
+    adapter = tiny_engram.attach(pipe)
+    other = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+    concept = tiny.concept(adapter, "zqx bolo", config=SIDES)
+    del pipe
+    gc.collect()
+    other.unet.mid_block.compile(backend="eager")
+    with pytest.raises(MountError, match="UNet2DConditionModel was compiled before"):
+        adapter.load_concept(concept)
 
 
 def test_threads_do_not_mix(tiny, loaded):

@@ -99,6 +99,15 @@ def test_a_layer_that_does_not_follow_its_hook_fails_at_loading(tiny, own_pipe):
     assert adapter.get_list_concepts() == [] and not adapter.contexts["clip_l"].hooks
 
 
+def test_weights_kept_in_8_bits(tiny, own_pipe):
+    adapter = tiny_engram.attach(own_pipe)
+    own_pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    base = tiny.picture(own_pipe, [PROMPT, "a tree"])
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=MAPS))
+    ours = tiny.picture(own_pipe, [PROMPT, "a tree"])
+    assert not torch.equal(ours[0], base[0]) and torch.equal(ours[1], base[1])
+
+
 def test_compiled_before_maps_were_loaded_is_refused(tiny, own_pipe):
     adapter = tiny_engram.attach(own_pipe)
     adapter.load_concept(tiny.concept(adapter, "cat-toy", config=ConceptConfig(mounts=("value",))))

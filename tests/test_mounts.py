@@ -302,7 +302,12 @@ def test_embeddings_made_elsewhere_are_warned_of_once(tiny, adapter, pipe, recwa
     recwarn.clear()
     tiny.picture(pipe, None, **options)
     tiny.picture(pipe, PROMPT)
+    adapter.set_strength("zqx bolo", 0.5)
+    tiny.picture(pipe, [PROMPT, "a tree"], num_images_per_prompt=2)
     assert not [w for w in recwarn if "concepts" in str(w.message)]
+    adapter.set_strength("zqx bolo", 1.0)
+    with pytest.warns(UserWarning, match="only 1 of 2 prompts was encoded since"):  # the negative one, by the pipeline
+        tiny.picture(pipe, None, prompt_embeds=embeds)
 
 
 def test_an_encoder_called_without_ids_is_told(tiny, adapter, pipe):

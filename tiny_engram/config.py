@@ -11,6 +11,8 @@ BLOCK = 32  # values under one e8m0 scale, as in kernels.block_quant
 SPAN = "span"  # the mount on an encoder's last hidden state
 INPUT = "input"  # the mount on an encoder's token embeddings; all others are context mounts
 MOST_BANDS = 4
+MOST_VALUES = 65_536  # of all rows of a position: any file may ask for more, which takes minutes to address or to spread
+MOST_COLUMNS = 128
 PAPER_EPS = 1.1920928955078125e-07  # torch's default eps of RMSNorm in float32
 V41_EPS = 1e-20
 
@@ -216,13 +218,20 @@ class ConceptConfig(_Json):
         """Heads for an encoder of this width: ``ceil(width / 64)`` with the defaults.
 
         Raises:
-            ConfigError: fixed ``heads`` are too few for the width.
+            ConfigError: fixed ``heads`` are too few for the width, or a position would read more rows than any width needs.
         """
         per_head = (self.max_ngram - 1) * self.head_dim
         needed = -(-width // per_head)
         if self.heads is not None and self.heads < needed:
             raise ConfigError(f"ConceptConfig.heads is {self.heads}: width {width} needs {needed} or more; or leave it None")
-        return self.heads or needed
+        heads = self.heads or needed
+        columns, most = (self.max_ngram - 1) * heads, max(MOST_COLUMNS, width // 16)
+        if columns > most or columns * self.head_dim > MOST_VALUES:
+            raise ConfigError(
+                f"ConceptConfig.max_ngram {self.max_ngram} with {heads} heads reads {columns} rows of {self.head_dim} values a position: "
+                f"expected at most {most} rows and {MOST_VALUES} values at width {width}"
+            )
+        return heads
 
     def hash_config(self, *, width: int, compressed_vocab: int, pad_id: int, mounts: int) -> HashConfig:
         """The hash of one encoder's mounts, which count 0..mounts-1 in place of layer ids."""

@@ -1,10 +1,12 @@
 """What each place of a denoiser reads in the place of one tensor of text states. May import maps, mount_names and store.
 
 A *place* is a projection, `context.{i}.key` or `context.{i}.value`. It reads the rows of its own mounts and of its block's, of those in
-bands the ones of the timestep at hand. Spans of different concepts never overlap, so neither does what they add.
+bands the ones of the timestep at hand. Spans of different concepts never overlap, and one concept has one of these layouts at a place, so
+what is added never overlaps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +40,19 @@ class ContextLayout:
     def places_of(self, name: str) -> tuple[str, ...]:
         """What a denoiser has to go through for a mount to be read, or for a map to add something: places, or the map itself."""
         return (name,) if map_name(name) is not None else self._places[name]
+
+    def clash(self, mounts: Iterable[str]) -> tuple[str, str, str] | None:
+        """(place, mount, mount) where one concept's mounts would both add to what a place reads; None if there is no such place.
+
+        Bands of one layout never do: of those a place reads one at a time.
+        """
+        owners: dict[str, str] = {}
+        for mount in mounts:
+            for place in self._places.get(mount, ()):
+                other = owners.setdefault(place, mount)
+                if replace(self.names[other], band=0) != replace(self.names[mount], band=0):
+                    return place, other, mount
+        return None
 
     def mounts_at(self, place: str) -> Sequence[str]:
         """The mounts that a place reads, of all bands."""

@@ -92,7 +92,7 @@ class ContextMounts:
         self._last_given: int | None = None
         self._holders = 0
         self._maps_held = False
-        self._verified = -1
+        self._verified = (-1, -1)  # version of the store, calls of the encoder
         self._thread = _Thread()
 
     @property
@@ -199,14 +199,18 @@ class ContextMounts:
             self._thread.timestep, self._thread.timesteps = timestep, None
 
     def finish(self) -> None:
-        """After it. Raises MountError if a place with rows or a map was passed by; looked at once after each change of the concepts."""
+        """After it. Raises MountError if a place with rows or a map was passed by.
+
+        Looked at once after each change of the concepts and each prompt: others skip layers in later steps, and mean to.
+        """
         self._thread.timestep = self._thread.timesteps = None
         store = self.mount.store
-        if self._verified == store.version or not store.active_contexts:
+        state = store.version, self.mount.calls
+        if self._verified == state or not store.active_contexts:
             return
         needed = {place for name in store.active_contexts for place in self.layout.places_of(name)}
         self._raise_unread(needed)
-        self._verified = store.version
+        self._verified = state
 
     def _raise_unread(self, needed: set[str]) -> None:
         passed = sorted(needed - self._thread.seen - self._maps.seen)
@@ -262,11 +266,12 @@ class ContextMounts:
 
     def _read(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """One projection's pre-hook."""
-        begin = time.perf_counter()
+        if not args or not isinstance(args[0], torch.Tensor):
+            return None  # said after the call, by what was not seen
+        begin, tensor = time.perf_counter(), args[0]
         self._thread.seen.add(name)
-        tensor = args[0] if args else None
-        contexts = self._contexts_of(tensor) if isinstance(tensor, torch.Tensor) else NOTHING
-        changed = contexts.at(name, tensor, self._timesteps) if isinstance(tensor, torch.Tensor) else None
+        contexts = self._contexts_of(tensor)
+        changed = contexts.at(name, tensor, self._timesteps)
         if name in self._keys:
             self._maps.enter(self._keys[name], contexts.maps)
         self._seconds += time.perf_counter() - begin

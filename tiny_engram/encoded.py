@@ -11,7 +11,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-__all__ = ["EncodedPrompts"]
+__all__ = ["EncodedPrompts", "count_prompts"]
 
 LIMIT = 16_384  # prompts of some 2 kB each
 ROUNDINGS = (torch.float16, torch.bfloat16)
@@ -21,6 +21,11 @@ def _digests(states: torch.Tensor) -> list[bytes]:
     """16 bytes for each row of `[batch, time, width]`, equal for any float type that holds the values exactly."""
     rows = states.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
     return [hashlib.blake2b(memoryview(row).cast("B"), digest_size=16).digest() for row in rows]
+
+
+def count_prompts(states: torch.Tensor) -> int:
+    """How many different prompts the rows of states `[batch, time, width]` hold; a row of zeros is none."""
+    return len({*_digests(states)} - {*_digests(torch.zeros(1, *states.shape[1:]))})
 
 
 class EncodedPrompts:

@@ -133,8 +133,9 @@ class EngramAdapter:
         return {spec.role: (spec.encoder, None if pipe is None else getattr(pipe, spec.encoder)) for spec in specs}
 
     def _present_denoiser(self) -> Any:
+        """The pipeline's; once the pipeline is gone, and others use its parts, the one that it had."""
         pipe = self._pipe()
-        return None if pipe is None else getattr(pipe, self.family.denoiser)
+        return self._denoiser() if pipe is None else getattr(pipe, self.family.denoiser)
 
     def _check_denoiser(self) -> None:
         """Raises MountError if the context mounts are on a denoiser that the pipeline no longer has."""
@@ -174,10 +175,14 @@ class EngramAdapter:
             TinyEngramError: made for another tokenizer, width, set of encoders or denoiser; name or trigger taken; nothing is
                 loaded then.
         """
+        if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):
+            raise TinyEngramError(
+                "this adapter was detached, so its concepts would not reach the pipeline; call tiny_engram.attach(pipe) and load them there"
+            )
         concept = source if isinstance(source, Concept) else Concept.load(source)
         strength = checked_strength(strength)
         name = self._free_name(name or concept.name, rename)
-        compiled = fit_concept(name, concept, self.mounts, trigger)
+        compiled = fit_concept(name, concept, self.mounts, {role: at.layout for role, at in self.contexts.items()}, trigger)
         if any(place.maps or place.mounts.keys() - {SPAN, INPUT} for place in concept.roles.values()):
             self._check_denoiser()
         if concept.base and self.base and concept.base != self.base:

@@ -1,5 +1,5 @@
 """Does a concept fit a pipeline's encoders, and can it take another spelling? May import triggers, concept,
-mount_names and mounts."""
+context_plan, mount_names and mounts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tiny_engram.concept import Concept, RoleRows
+from tiny_engram.context_plan import ContextLayout
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import mounts_in_words
 from tiny_engram.mounts import SpanMount
@@ -15,11 +16,14 @@ from tiny_engram.triggers import CompiledTrigger, compile_trigger
 __all__ = ["extend_concept", "fit_concept"]
 
 
-def fit_concept(name: str, concept: Concept, mounts: Mapping[str, SpanMount], trigger: str | None = None) -> dict[str, CompiledTrigger]:
-    """The concept's token sequences at every encoder, by role.
+def fit_concept(
+    name: str, concept: Concept, mounts: Mapping[str, SpanMount], layouts: Mapping[str, ContextLayout], trigger: str | None = None
+) -> dict[str, CompiledTrigger]:
+    """The concept's token sequences at every encoder, by role. `layouts` says, by role, what each place of the denoiser reads.
 
     Raises:
-        TinyEngramError: another set of encoders, a sequence that a loaded concept has, or what `_fit_role` refuses.
+        TinyEngramError: another set of encoders, a sequence that a loaded concept has, two sets of rows that one place would read, or
+            what `_fit_role` refuses.
     """
     if set(concept.roles) != set(mounts):
         raise TinyEngramError(
@@ -27,6 +31,14 @@ def fit_concept(name: str, concept: Concept, mounts: Mapping[str, SpanMount], tr
             f"this pipeline has {sorted(mounts)}; load it into the base it was made for"
         )
     compiled = {role: _fit_role(name, concept, mount, trigger) for role, mount in mounts.items()}
+    for role, layout in layouts.items():
+        clash = layout.clash(concept.roles[role].mounts)
+        if clash is not None:
+            place, one, other = clash
+            raise TinyEngramError(
+                f"concept {name!r} has rows at mounts {one!r} and {other!r} of {role}, which both add to what {place} reads; "
+                "expected one of them; make the concept with either"
+            )
     for role, mount in mounts.items():
         for owner, text in mount.store.index.conflicts(compiled[role]).items():
             raise TinyEngramError(

@@ -63,9 +63,12 @@ class FollowingHooks:
         self.hooks.clear()
 
     def live(self) -> Iterator[tuple[str, CallHook, nn.Module, torch.Tensor]]:
-        """Name, hook, module and first weight of those hooks whose module can be called: offloaded weights are elsewhere till then."""
+        """Name, hook, module and first weight of those hooks whose module can be called with the weight's type.
+
+        Offloaded weights are elsewhere till then, and weights that are kept in 8 bits are cast first.
+        """
         for name, hook in self.hooks.items():
             module = hook.module
             weight = next((p for p in module.parameters() if p.dim() > 1), None) if module is not None else None
-            if module is not None and weight is not None and not weight.is_meta and weight.is_floating_point():
+            if module is not None and weight is not None and not weight.is_meta and weight.is_floating_point() and weight.itemsize > 1:
                 yield name, hook, module, weight

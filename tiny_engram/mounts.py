@@ -162,7 +162,8 @@ class SpanMount(HookSet):
     A prompt in which a concept with `input` rows fires is encoded once more, alone, with the token embeddings at its spans moved. The
     states at those spans, of every layer, are taken from that pass, and the rest of the sentence keeps the bits of the plain one.
 
-    While concepts with context mounts are loaded, `encoded` learns which prompt each row of states belongs to.
+    While concepts with context mounts are loaded, `encoded` learns which prompt each row of states belongs to. `calls` counts the
+    encoder's calls, `prompts` those that were encoded with any concept loaded.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class SpanMount(HookSet):
         self.encoded = EncodedPrompts()
         self.on_fire: Callable[[str, Plan], None] | None = None
         self.before_contexts: Callable[[], None] | None = None
-        self.calls = 0
+        self.calls = self.prompts = 0
         self.seconds = 0.0
         self._module = weakref.ref(module)
         self._state = _Call()
@@ -230,6 +231,7 @@ class SpanMount(HookSet):
             if self.store.active_contexts and self.before_contexts is not None:
                 self.before_contexts()
             state.ids = ids = ids.reshape(-1, ids.shape[-1])
+            self.prompts += len(ids)
             plan = self.store.plan_at((SPAN,), ids)
             state.plan = plan.fired
             # Row by row, as they are encoded.

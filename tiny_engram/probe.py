@@ -29,7 +29,7 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, SpanMount]) -> None:
     """
     dead: list[str] = []
     for role, mount in mounts.items():
-        training, calls, seconds = mount.module.training, mount.calls, mount.seconds
+        training, calls, prompts, seconds = mount.module.training, mount.calls, mount.prompts, mount.seconds
         stores = {other: m.store for other, m in mounts.items()}
         on_fire, mount.on_fire = mount.on_fire, None
         moved: dict[str, tuple[torch.Tensor, int, int]] = {}
@@ -46,7 +46,7 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, SpanMount]) -> None:
         finally:
             for other, store in stores.items():
                 mounts[other].store = store
-            mount.on_fire, mount.calls, mount.seconds = on_fire, calls, seconds
+            mount.on_fire, mount.calls, mount.prompts, mount.seconds = on_fire, calls, prompts, seconds
             mount.module.train(training)
         for at, (states, start, length) in moved.items():
             changed = torch.nonzero((plain != states).flatten(2).any(-1)[0]).flatten().tolist()

@@ -12,7 +12,7 @@ from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
 from tiny_engram.config import ConceptConfig
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.mount_names import choose_maps, choose_mounts, every_mount
-from tiny_engram.mounts import SpanMount
+from tiny_engram.mounts import MountError, SpanMount
 from tiny_engram.store import ConceptStore
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import without_added_tokens
@@ -78,7 +78,14 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
 
     def training_timesteps() -> int:
         # A pipeline that lent its parts to another and is gone had the scheduler that its models were trained with.
-        return getattr(present(), "scheduler", scheduler).config.num_train_timesteps
+        now = getattr(present(), "scheduler", scheduler)
+        number = getattr(getattr(now, "config", None), "num_train_timesteps", None)
+        if not isinstance(number, int | float) or number < 1:
+            raise MountError(
+                f"{type(now).__name__} says num_train_timesteps {number!r}, expected how many its model was trained with, so the band of a "
+                "concept's rows is unknown; use another scheduler, or disable_concepts()"
+            )
+        return int(number)
 
     contexts = ContextMounts(places, mount, attentions=attentions, denoiser=denoiser, training_timesteps=training_timesteps, owner=owner)
     return mount, contexts

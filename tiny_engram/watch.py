@@ -1,13 +1,15 @@
-"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import contexts and mounts."""
+"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import contexts, encoded and mounts."""
 
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from tiny_engram.contexts import ContextMounts
+from tiny_engram.encoded import count_prompts
 from tiny_engram.mounts import CallHook, HookSet, MountError, SpanMount
 
 __all__ = ["DenoiserWatch"]
@@ -44,9 +46,9 @@ class DenoiserWatch(HookSet):
 
     def changed(self) -> None:
         """The concepts were changed: embeddings made before do not hold them as they are now."""
-        self._calls = {role: mount.calls for role, mount in self._mounts.items()}
+        self._prompts = {role: mount.prompts for role, mount in self._mounts.items()}
         self._names = None
-        self._warned = False
+        self._counted = False
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()
@@ -55,14 +57,14 @@ class DenoiserWatch(HookSet):
         if self._names is None:
             self._names = self._active()
         if self._names or any(mount.store.active_contexts for mount in self._mounts.values()):
-            self._check()
+            self._check(kwargs["encoder_hidden_states"] if "encoder_hidden_states" in kwargs else args[2] if len(args) > 2 else None)
         self.seconds += time.perf_counter() - begin
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for contexts in self._contexts.values():
             contexts.finish()
 
-    def _check(self) -> None:
+    def _check(self, states: Any) -> None:
         encoders = self._encoders()
         for role, mount in self._mounts.items():
             attribute, encoder = encoders[role]
@@ -77,10 +79,18 @@ class DenoiserWatch(HookSet):
                     f"another feature removed the hooks of role {role!r}, so this prompt was encoded without its concepts; "
                     "they are back now: run the call again"
                 )
-        if self._names and not self._warned and all(mount.calls == self._calls[role] for role, mount in self._mounts.items()):
-            self._warned = True
+        if self._names and not self._counted:
+            self._counted = True
+            self._count(self._names[:8], states[0] if isinstance(states, tuple) else states)
+
+    def _count(self, names: list[str], states: Any) -> None:
+        """Warn if more prompts are drawn than were encoded since the change: a pipeline that is given embeddings encodes the rest alone."""
+        drawn = count_prompts(states) if isinstance(states, torch.Tensor) and states.dim() == 3 else 1
+        encoded = max(mount.prompts - self._prompts[role] for role, mount in self._mounts.items())
+        if encoded < drawn:
+            some = f"only {encoded} of {drawn} prompts {'was' if encoded == 1 else 'were'}" if encoded else "no prompt was"
             warnings.warn(
-                f"concepts {self._names[:8]} are active, but no prompt was encoded since they were last changed: "
+                f"concepts {names} are active, but {some} encoded since they were last changed: "
                 "prompt_embeds made elsewhere do not hold them; make them with adapter.encode(prompt)",
                 stacklevel=2,
             )

@@ -177,7 +177,9 @@ def test_rows_of_one_band_alone(pipe, config):
 
 
 def test_two_mounts_at_one_place_are_refused(pipe, config):
-    with pytest.raises(TinyEngramError, match="mounts 'context.3.value' and 'context.up0.value' both add to what context.3.value reads"):
+    with pytest.raises(
+        TinyEngramError, match="mounts 'context.3.value' and 'context.up0.value' of clip_l, which both add to what context.3.value reads"
+    ):
         teach(pipe, config(mounts=("context.up0.value", "context.3.value")))
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from tiny_engram.concept import Concept
 from tiny_engram.config import BLOCK, INPUT, SPAN
 from tiny_engram.context_plan import ContextLayout
-from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import band_at, context_name
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, apply_spans
@@ -37,12 +36,9 @@ class ConceptRows(nn.Module):
     one after the other, what lies under one scale, float32 `[blocks, 32]`.
 
     Args:
-        concept: untrained, or what to go on from.
+        concept: untrained, or what to go on from; one that the adapter loads, so that no place reads two sets of its rows.
         layout: of the role's context mounts, which says what each place reads.
         starts: other values to begin with, by mount.
-
-    Raises:
-        TinyEngramError: two of the mounts add to what one projection reads.
     """
 
     def __init__(self, concept: Concept, role: str, layout: ContextLayout, *, starts: Mapping[str, Start] | None = None) -> None:
@@ -62,7 +58,6 @@ class ConceptRows(nn.Module):
 
     def _read_by(self, layout: ContextLayout) -> list[_Shared]:
         found: dict[tuple[str, str, int], _Shared] = {}
-        owners: dict[str, str] = {}
         for k, mount in enumerate(self.mounts):
             name = context_name(mount)
             if name is None:
@@ -70,12 +65,6 @@ class ConceptRows(nn.Module):
             key = (name.where, name.kind, name.bands)
             if key not in found:
                 found[key] = _Shared(layout.places_of(mount), name.bands)
-                for place in found[key].places:
-                    if place in owners:
-                        raise TinyEngramError(
-                            f"mounts {owners[place]!r} and {mount!r} both add to what {place} reads; a concept is taught with one of them"
-                        )
-                    owners[place] = mount
             found[key].mounts[name.band] = k
         return list(found.values())
 
