@@ -138,13 +138,17 @@ class EngramAdapter:
         return self._denoiser() if pipe is None else getattr(pipe, self.family.denoiser)
 
     def _check_denoiser(self) -> None:
-        """Raises MountError if the context mounts are on a denoiser that the pipeline no longer has."""
+        """Before a prompt is encoded for the denoiser: its watch, if another feature removed it, is put back, and brings the mounts back.
+
+        Raises MountError if they are on a denoiser that the pipeline no longer has.
+        """
         denoiser = self._present_denoiser()
         if denoiser is not None and _plain(denoiser) is not self._denoiser():
             raise MountError(
                 f"{self.family.denoiser} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
                 "put it back, or detach, attach to the pipeline again and load the concepts there"
             )
+        self._watch.attach()
 
     def _watched(self) -> list[str]:
         """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
