@@ -156,6 +156,22 @@ def test_threads_do_not_mix(tiny, adapter, pipe):
             assert all(torch.equal(a, b) for a, b in zip(alone, pool.map(call, given), strict=True))
 
 
+def test_maps_loaded_by_another_thread_in_the_middle_of_a_call(tiny, adapter, pipe):
+    adapter.load_concept(tiny.concept(adapter, "cat-toy", config=ConceptConfig(mounts=("value",))))
+    states, _ = adapter.encode(PROMPT)
+    concept = tiny.concept(adapter, "zqx bolo", config=MAPS)
+
+    def load(*_):
+        handle.remove()
+        adapter.load_concept(concept)
+
+    handle = pipe.unet.mid_block.register_forward_pre_hook(load)
+    with torch.no_grad():
+        pipe.unet(torch.ones(1, 4, 8, 8), 500, states)
+        whole = pipe.unet(torch.ones(1, 4, 8, 8), 500, states).sample
+        assert torch.equal(whole, pipe.unet(torch.ones(1, 4, 8, 8), 500, adapter.encode(PROMPT)[0]).sample)
+
+
 def test_sequentially_offloaded_denoiser(tiny, own_pipe):
     from accelerate import cpu_offload
 

@@ -41,13 +41,14 @@ class _Entry:
 
 class _Thread(threading.local):
     """`seen` are the places that read something in this thread's denoiser call, `timestep` what it was called with and `timesteps` the
-    same as numbers; `given` is set while training gives the contexts."""
+    same as numbers, `version` the store's when it began with all hooks in place, or -1; `given` is set while training gives contexts."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.given = self.probing = False
         self.timestep: Any = None
         self.timesteps: Sequence[float] | None = None
+        self.version = -1
 
 
 class ContextMounts:
@@ -192,6 +193,8 @@ class ContextMounts:
 
     def begin(self, timestep: Any) -> None:
         """Before a call of the denoiser at a timestep: a number, or a tensor `[]`, `[1]` or `[batch]`."""
+        store, version = self.mount.store, self._version()
+        self._thread.version = version if self._following and (self._maps.following or not store.has_maps) else -1
         if self._following:
             self._following.follow()
             self._maps.begin()
@@ -206,8 +209,8 @@ class ContextMounts:
         self._thread.timestep = self._thread.timesteps = None
         store = self.mount.store
         state = store.version, self.mount.calls
-        if self._verified == state or not store.active_contexts:
-            return
+        if self._verified == state or self._thread.version != store.version or not store.active_contexts:
+            return  # what another thread loads meanwhile is looked at in the next call
         needed = {place for name in store.active_contexts for place in self.layout.places_of(name)}
         self._raise_unread(needed)
         self._verified = state
