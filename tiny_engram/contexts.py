@@ -211,7 +211,7 @@ class ContextMounts:
         state = store.version, self.mount.calls
         if self._verified == state or self._thread.version != store.version or not store.active_contexts:
             return  # what another thread loads meanwhile is looked at in the next call
-        needed = {place for name in store.active_contexts for place in self.layout.places_of(name)}
+        needed = {place for name in tuple(store.active_contexts) for place in self.layout.places_of(name)}
         self._raise_unread(needed)
         self._verified = state
 
