@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
@@ -82,7 +83,7 @@ def test_unknown_names_raise_and_list_the_known_ones(tiny, adapter, call):
     assert adapter.get_list_concepts() == adapter.get_active_concepts() == ["zqx", "bolo"]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", True, None])
+@pytest.mark.parametrize("value", [float("nan"), 10**400, float("inf"), "1", True, None])
 def test_a_strength_is_a_finite_number(tiny, adapter, value):
     with pytest.raises(TinyEngramError, match="expected a finite number"):
         adapter.load_concept(tiny.concept(adapter, "zqx"), strength=value)
@@ -90,6 +91,14 @@ def test_a_strength_is_a_finite_number(tiny, adapter, value):
     adapter.load_concept(tiny.concept(adapter, "zqx"))
     with pytest.raises(TinyEngramError, match="expected a finite number"):
         adapter.set_strength("zqx", value)
+
+
+def test_a_strength_may_be_a_number_of_numpys(tiny, adapter):
+    adapter.load_concept(tiny.concept(adapter, "zqx"), strength=np.float32(0.5))
+    adapter.set_concepts("zqx", np.float64(0.25))
+    assert adapter.strength("zqx") == 0.25
+    adapter.set_concepts(["zqx"], np.array([2]))
+    assert adapter.strength("zqx") == 2.0
 
 
 def test_counts_of_names_and_strengths_must_agree(tiny, adapter):

@@ -6,7 +6,7 @@ and encoders weakly: nothing is kept alive, nothing is added to the module tree.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,10 +236,10 @@ class EngramAdapter:
         loaded = [self._known(name) for name in names]
         if strengths is None:
             values = [entry.strength for entry in loaded]
-        elif isinstance(strengths, int | float):
-            values = [checked_strength(strengths)] * len(names)
-        else:
+        elif isinstance(strengths, Iterable):
             values = [checked_strength(value) for value in strengths]
+        else:
+            values = [checked_strength(strengths)] * len(names)
         if len(values) != len(names):
             raise TinyEngramError(f"{len(values)} strengths for {len(names)} concepts, expected one each")
         for entry in self._concepts.values():

@@ -5,6 +5,7 @@ May import the core, boundaries, triggers, matching, addressing, concept, mount_
 
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +26,13 @@ __all__ = ["ConceptStore", "Fired", "FiredMaps", "Plan", "checked_strength"]
 
 def checked_strength(value: object) -> float:
     """A finite number, or TinyEngramError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise TinyEngramError(f"strength is {value!r}, expected a finite number such as 1.0 (0 switches a concept off)")
-    return float(value)
+    number = float("nan")
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer of hundreds of digits
+            number = float(value)
+    if not np.isfinite(number):
+        raise TinyEngramError(f"strength is {str(value)[:40]}, expected a finite number such as 1.0 (0 switches a concept off)")
+    return number
 
 
 ENCODER_MOUNTS = (SPAN, INPUT)
