@@ -213,6 +213,18 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
     assert seen[1] == TrainConfig(train_data_dir=str(folder), trigger="zqx")
 
 
+def test_help_tells_what_every_option_of_train_is_for_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    options = re.split(r"\n  -", capsys.readouterr().out.replace("\n    ", " "))
+    told = {option.split()[0].strip("-"): " ".join(option.split()) for option in options[1:]}
+    for field in dataclasses.fields(TrainConfig):
+        words = re.sub(r"\(default: .*\)$", "", told[field.name]).split()
+        assert any(word.islower() for word in words[1:]), told[field.name]
+    for name, default in (("seed", "0"), ("lr_warmup_steps", "0"), ("rho", "2.5"), ("mounts", "input value")):
+        assert told[name].endswith(f"(default: {default})"), told[name]
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------------
 
 

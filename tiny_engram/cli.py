@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tiny_engram import __version__
+from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.mount_names import describe_maps, describe_mounts
@@ -31,19 +32,42 @@ TRAIN_HELP = {
     "name": "the name it goes by (default: the trigger)",
     "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
     "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}'",
-    "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
-    "share": "context rows: 'none', of its own for each cross-attention, or 'block', one set for all of a block of the denoiser",
-    "bands": "shares of the timesteps that have context rows of their own, up to 4",
-    "attention_rank": "of maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",
-    "feedforward_rank": "of maps at the feed-forward layers behind them; 0 for none",
-    "class_word": "a word that the base knows, at which rows of the mounts input and span start: giving one helps, the nearest thing known",
-    "collages": "of every eight samples, those that show a picture at half size beside a thing that the base draws first; 0 for none",
-    "companions": "names of such things, known to the base",
-    "collage_pictures": "such things drawn for each picture",
     "caption_dropout": "share of samples captioned by the trigger alone",
     "skip_bad_pictures": "go on without pictures that cannot be read",
-    "resume_from_checkpoint": "a checkpoint folder, or 'latest'",
+    "resolution": "side in pixels of the squares that pictures are cropped to (default: the base's own)",
+    "train_batch_size": "samples of one pass through the denoiser",
+    "max_train_steps": "steps of teaching",
+    "gradient_accumulation_steps": "passes that make one step",
+    "learning_rate": "of the concept's rows",
+    "gate_learning_rate": "of the gates that say how much of a row is added",
+    "map_learning_rate": "of the maps, see --attention_rank",
+    "adam_beta2": "how slowly the optimiser forgets the squares of gradients",
+    "lr_scheduler": "how the rates go on: constant, or down to 0 at the last step (cosine, linear)",
+    "lr_warmup_steps": "steps in which the rates rise to their full size",
+    "max_grad_norm": "length that gradients are cut to",
+    "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
+    "share": "context rows: 'none', of its own for each cross-attention, or 'block', one set for all of a block of the denoiser",
+    "bands": "equal shares of the timesteps that have context rows of their own, up to 4",
+    "attention_rank": "rank of the maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",
+    "feedforward_rank": "rank of the maps at the feed-forward layers behind them; 0 for none",
+    "class_word": "a word that the base knows, at which rows of the mounts input and span start: giving one helps, the nearest thing known",
+    "collages": "of every eight samples, those that show a picture at half size beside a thing that the base draws first; 0 for none",
+    "companions": "names of the things in collages, known to the base",
+    "collage_pictures": "things that are drawn for each picture's collages",
+    "rho": f"bound of what is added, as a share of the mean length of the states it is added to (default: {ConceptConfig().rho})",
+    "context_rho": "the same for the mounts at the denoiser (default: --rho)",
+    "snr_gamma": "of the min-SNR weight of the loss; 'none' weighs all timesteps alike",
+    "ema_decay": "of the running average that is validated and saved; 0 saves the last values",
+    "mixed_precision": "no, fp16 or bf16",
+    "seed": "of samples, noise and collages",
     "validation_prompts": "prompts with {trigger}, drawn every --validation_steps steps",
+    "validation_steps": "steps from one drawing of the validation prompts to the next; 0 for never",
+    "validation_seeds": "seeds that each validation prompt is drawn from",
+    "validation_inference_steps": "denoising steps of validation pictures, and of the things in collages",
+    "validation_guidance_scale": "guidance of both",
+    "checkpointing_steps": "steps from one checkpoint to the next; 0 for one at the end",
+    "checkpoints_total_limit": "checkpoints that are kept, the newest ones (default: all)",
+    "resume_from_checkpoint": "a checkpoint folder, or 'latest'",
     "report_to": "tensorboard or none",
 }
 
@@ -63,7 +87,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         dest="model",
         help="diffusers folder or hub id (default: the embedded base)",
     )
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the model's weights (default: float32)"
+    )
     parser.add_argument("--device", help="cuda, cpu, ... (default: CUDA if there is one)")
 
 
@@ -94,10 +120,10 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
         else:
             options = {"type": hint}
         required = field.default is dataclasses.MISSING
-        text = TRAIN_HELP.get(field.name, "")
+        text = TRAIN_HELP[field.name]
         default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        shown = "" if required or default in (None, "", False) else f" (default: {default})"
-        parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=(text + shown).strip() or None, **options)
+        shown = "" if required or default is None or default is False or default == "" else f" (default: {default})"
+        parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=text + shown, **options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -273,9 +273,8 @@ def compile_trigger(
         fused += straddled
         warnings += spelling_warnings(spelling, tokenizer)
     if fused:
-        warnings.append(
-            f"does not stand alone in {', '.join(repr(t) for t in fused[:4])}{' ...' if len(fused) > 4 else ''}: it will not fire there"
-        )
+        places = ", ".join(map(repr, fused[:4])) + (" ..." if len(fused) > 4 else "")
+        warnings.append(f"the trigger does not stand alone in {places}: it will not fire there")
     return CompiledTrigger(
         text=spellings[0],
         aliases=tuple(spellings[1:]),

@@ -44,7 +44,7 @@ def mebibytes(value: float) -> str:
 
 def change(value: float) -> str:
     """A difference that may be exactly zero, which must not look like a small one."""
-    return "0" if value == 0 else f"{value:.2g}"
+    return "0" if value == 0 else f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
 def verdict(met: bool | None) -> str:

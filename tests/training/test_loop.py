@@ -384,6 +384,14 @@ def test_bad_pictures_are_skipped_on_request_only(pipe, config, folder, caplog):
     assert "skipped: " in caplog.text and "1 other files in" in caplog.text
 
 
+def test_a_trigger_of_ordinary_words_is_taught_with_a_warning(pipe, config, folder, caplog):
+    with caplog.at_level("WARNING", "tiny_engram"):
+        teach(pipe, config(max_train_steps=1))
+        assert "trigger" not in caplog.text
+        teach(pipe, config(trigger="cat", max_train_steps=1))
+    assert caplog.text.count("trigger 'cat': 'cat' is made of ordinary words") == 1
+
+
 def test_an_output_folder_that_cannot_be(pipe, config, tmp_path):
     (tmp_path / "file").write_text("mine")
     for target in ("file", "file/below/it"):

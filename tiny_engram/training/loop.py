@@ -217,6 +217,8 @@ def _accelerator(config: TrainConfig, output: Path) -> Accelerator:
 def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step: Callable[[int, float], None] | None) -> TrainResult:
     (role,) = adapter.mounts
     start = _start(adapter, config)
+    for warning in dict.fromkeys(w for made in adapter.compile(config.trigger, config.aliases).values() for w in made.warnings):
+        logger.warning("trigger %r: %s", start.trigger, warning)
     spellings = (start.trigger, *start.aliases)
     scan = scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
     examples = scan.examples
