@@ -22,10 +22,13 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """One cross-attention of a denoiser, with `to_q`, `to_k`, `to_v` and `to_out`; the name of the
-    block it lies in, "down1" or "mid"; the transformer layer around it.
+    """One cross-attention of a denoiser.
 
-    What others put in the place of a layer later is found under the layer's attributes again, so hooks go by those.
+    Attributes:
+        module: has `to_q`, `to_k`, `to_v` and `to_out`. What others put in the place of one of these later is found under the attribute
+            again, so hooks go by module and attribute.
+        block: name of the block that it lies in, "down1" or "mid".
+        transformer: the transformer layer around it, whose feed-forward layer runs after it.
     """
 
     module: Any

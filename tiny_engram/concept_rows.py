@@ -59,9 +59,10 @@ class MountRows:
 
 @dataclass(frozen=True, slots=True)
 class MapRows:
-    """What a concept adds at one layer of the denoiser where the picture looks at the trigger: mass(x) * sum_j <into_j, h(x)> out_j.
+    """One map: what a concept adds at one layer of the denoiser where the picture looks at the trigger, see `maps`. No rows of a table: it
+    has no addresses.
 
-    Payloads float8_e4m3fn `[rank, channels]`, scales uint8 `[rank, channels / 32]`.
+    Payloads float8_e4m3fn `[rank, channels]`, scales uint8 `[rank, channels / 32]`; `channels` are those that the layer reads and gives.
     """
 
     into_payload: torch.Tensor
@@ -107,7 +108,7 @@ class RoleRows:
 
     @property
     def positions(self) -> int:
-        """Span positions that own rows, over all groups."""
+        """Span positions that own rows, over all groups; int, of every mount alike."""
         return sum(len(group.canonical) for group in self.groups)
 
 
@@ -123,21 +124,24 @@ def map_start(rank: int, channels: int, *, number: int = 0, seed: int = 0) -> to
 
 
 def untrained_maps(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, MapRows]:
-    """Maps that add nothing: `shapes` holds (rank, channels) by name.
+    """Maps that add nothing, by name: `into` at `map_start`, `out` zero. `shapes` holds (rank, channels) by name, `seed` is the bases'.
 
     Raises:
         TinyEngramError: no name of a map, a rank below 1, or channels that are no multiple of 32 or too few for the ranks.
     """
     sites: dict[int, list[str]] = {}
+    named: list[tuple[str, str, int]] = []
     for name in shapes:
         parts = map_name(name)
         if parts is None:
             raise TinyEngramError(f"map {name!r} is unknown; expected {' or '.join(f'{site}.NUMBER' for site in SITES)}")
-        sites.setdefault(parts[1], []).append(parts[0])
+        site, attention = parts
+        sites.setdefault(attention, []).append(site)
+        named.append((name, site, attention))
     made: dict[str, MapRows] = {}
-    for name, (rank, channels) in shapes.items():
-        site, place = map_name(name) or ("", 0)
-        here = sorted(sites[place], key=SITES.index)
+    for name, site, attention in named:
+        rank, channels = shapes[name]
+        here = sorted(sites[attention], key=SITES.index)
         if channels % BLOCK or not 1 <= rank <= channels // len(here):
             raise TinyEngramError(
                 f"map {name!r} has rank {rank} and {channels} channels; expected a multiple of {BLOCK} channels, "

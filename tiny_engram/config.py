@@ -9,7 +9,9 @@ from tiny_engram.errors import ConfigError
 FORMAT_VERSION = 2  # of the newest files; those that an older reader understands say 1
 BLOCK = 32  # values under one e8m0 scale, as in kernels.block_quant
 SPAN = "span"  # the mount on an encoder's last hidden state
-INPUT = "input"  # the mount on an encoder's token embeddings; all others are context mounts
+INPUT = "input"  # the mount on an encoder's token embeddings
+ENCODER_MOUNTS = (INPUT, SPAN)  # in the order in which a prompt meets them; all others are context mounts
+SHARES = ("none", "block")  # which cross-attentions have context rows in common
 MOST_BANDS = 4
 MOST_VALUES = 65_536  # of all rows of a position: any file may ask for more, which takes minutes to address or to spread
 MOST_COLUMNS = 128
@@ -203,8 +205,8 @@ class ConceptConfig(_Json):
             raise ConfigError(f"ConceptConfig.mounts is {self.mounts!r}: expected one or more names such as 'span' or 'context'")
         if self.context_rho is not None:
             _need_positive(self, "context_rho")
-        if self.share not in ("none", "block"):
-            raise ConfigError(f"ConceptConfig.share is {self.share!r}: expected 'none' or 'block'")
+        if self.share not in SHARES:
+            raise ConfigError(f"ConceptConfig.share is {self.share!r}: expected {' or '.join(map(repr, SHARES))}")
         _need_int(self, 1, "bands")
         if self.bands > MOST_BANDS:
             raise ConfigError(f"ConceptConfig.bands is {self.bands}: expected 1 to {MOST_BANDS}")
@@ -212,7 +214,7 @@ class ConceptConfig(_Json):
 
     def rho_at(self, mount: str) -> float:
         """Bound of the residual at one mount."""
-        return self.rho if mount in (SPAN, INPUT) or self.context_rho is None else self.context_rho
+        return self.rho if mount in ENCODER_MOUNTS or self.context_rho is None else self.context_rho
 
     def heads_at(self, width: int) -> int:
         """Heads for an encoder of this width: ``ceil(width / 64)`` with the defaults.

@@ -23,7 +23,13 @@ Timesteps = Callable[[], Sequence[float]]
 class ContextLayout:
     """Which mounts each place reads.
 
-    `blocks` holds the block of each cross-attention, in running order; `training_timesteps` gives the scheduler's number of them.
+    Args:
+        mounts: all that the role can have; those at the encoder are left out.
+        blocks: the block of each cross-attention, in running order.
+        training_timesteps: gives the number of timesteps that the present scheduler was trained with, which bands are shares of.
+
+    Attributes:
+        names: each context mount's name, taken apart.
     """
 
     def __init__(self, mounts: Sequence[str], blocks: Sequence[str], *, training_timesteps: Callable[[], int]) -> None:
@@ -72,7 +78,7 @@ class Contexts:
 
 
 class PlannedContexts(Contexts):
-    """What fires in one tensor `[batch, time, width]`, at all mounts that have rows for it."""
+    """What fires in one tensor `[batch, time, width]`, at all mounts that have rows for it: made once, and picked by place and timestep."""
 
     def __init__(self, tensor: torch.Tensor, plan: Plan, layout: ContextLayout) -> None:
         super().__init__(maps=given_maps(plan.maps, tensor))

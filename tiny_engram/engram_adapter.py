@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import INPUT, SPAN, ConceptConfig
+from tiny_engram.config import ENCODER_MOUNTS, ConceptConfig
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
@@ -153,7 +153,7 @@ class EngramAdapter:
     def _watched(self) -> list[str]:
         """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
         places = {name: self._concepts[name].concept.roles.values() for name in self.get_active_concepts()}
-        return [name for name, roles in places.items() if any({SPAN, INPUT} & place.mounts.keys() for place in roles)]
+        return [name for name, roles in places.items() if any(place.mounts.keys() & ENCODER_MOUNTS for place in roles)]
 
     # -- concepts ------------------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class EngramAdapter:
         strength = checked_strength(strength)
         name = self._free_name(name or concept.name, rename)
         compiled = fit_concept(name, concept, self.mounts, {role: at.layout for role, at in self.contexts.items()}, trigger)
-        if any(place.maps or place.mounts.keys() - {SPAN, INPUT} for place in concept.roles.values()):
+        if any(place.maps or place.mounts.keys() - ENCODER_MOUNTS for place in concept.roles.values()):
             self._check_denoiser()
         if concept.base and self.base and concept.base != self.base:
             text = "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ"

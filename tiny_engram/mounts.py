@@ -162,8 +162,12 @@ class SpanMount(HookSet):
     A prompt in which a concept with `input` rows fires is encoded once more, alone, with the token embeddings at its spans moved. The
     states at those spans, of every layer, are taken from that pass, and the rest of the sentence keeps the bits of the plain one.
 
-    While concepts with context mounts are loaded, `encoded` learns which prompt each row of states belongs to. `calls` counts the
-    encoder's calls, `prompts` those that were encoded with any concept loaded.
+    Attributes:
+        encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
+        calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
+        on_fire: told (role, plan) of each call in which a trigger fires.
+        before_contexts: called before a prompt is encoded while a concept is active at the denoiser.
+        seconds: spent in the hooks.
     """
 
     def __init__(

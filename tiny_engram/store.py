@@ -14,7 +14,7 @@ import torch
 from tiny_engram.addressing import Asked, RowBank, lookup
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import MapRows, MountRows
-from tiny_engram.config import INPUT, SPAN, ConceptConfig
+from tiny_engram.config import ENCODER_MOUNTS, SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import Entry, TriggerIndex
 from tiny_engram.residual import Spans, apply_spans
@@ -33,9 +33,6 @@ def checked_strength(value: object) -> float:
     if not np.isfinite(number):
         raise TinyEngramError(f"strength is {str(value)[:40]}, expected a finite number such as 1.0 (0 switches a concept off)")
     return number
-
-
-ENCODER_MOUNTS = (SPAN, INPUT)
 
 
 @dataclass(frozen=True, slots=True)

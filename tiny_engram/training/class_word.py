@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from tiny_engram.concept import Concept, MountRows
-from tiny_engram.config import INPUT, SPAN
+from tiny_engram.config import ENCODER_MOUNTS, INPUT
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.input_mount import encode_with_input
 from tiny_engram.kernels.fixed_basis import fixed_basis
@@ -72,7 +72,7 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
         TinyEngramError: none of those mounts, or a word or a spelling that is not read as tokens of its own in any sentence.
     """
     mount, place = adapter.mounts[role], concept.roles[role]
-    names = [name for name in (INPUT, SPAN) if name in place.mounts]
+    names = [name for name in ENCODER_MOUNTS if name in place.mounts]
     if not names:
         raise TinyEngramError(
             f"class_word {word!r}: it starts the rows at the mounts input and span of {role}, and the concept has neither; add one to "

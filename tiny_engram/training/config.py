@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_engram.config import INPUT, MOST_BANDS, SPAN, ConceptConfig
+from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, SHARES, ConceptConfig
 from tiny_engram.errors import ConfigError
 from tiny_engram.mount_names import GROUPS
 
@@ -14,8 +14,6 @@ __all__ = ["COMPANIONS", "TrainConfig"]
 
 SCHEDULES = ("constant", "cosine", "linear")
 TRACKERS = ("none", "tensorboard")
-SHARES = ("none", "block")
-ENCODER_MOUNTS = {SPAN, INPUT}
 MOST_COLLAGES = 7
 # Things of everyday pictures, unlike one another, which the embedded base was trained on and no prompt of the demo asks for.
 COMPANIONS = (
@@ -144,11 +142,12 @@ class TrainConfig:
             value = getattr(self, field)
             check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
-        alone = set(self.mounts) <= ENCODER_MOUNTS
+        alone = set(self.mounts).issubset(ENCODER_MOUNTS)
         check(self.context_rho is None or not alone, "context_rho", "None where mounts are 'input' and 'span' alone")
         word = self.class_word
         check(word is None or bool(word.strip()), "class_word", "a word that the base knows")
-        check(word is None or bool(ENCODER_MOUNTS & set(self.mounts)), "class_word", "None where mounts are neither 'input' nor 'span'")
+        at_encoder = not set(self.mounts).isdisjoint(ENCODER_MOUNTS)
+        check(word is None or at_encoder, "class_word", "None where mounts are neither 'input' nor 'span'")
         count = self.collages
         check(
             isinstance(count, int) and 0 <= count <= MOST_COLLAGES,
@@ -199,7 +198,7 @@ class TrainConfig:
     @property
     def at_denoiser(self) -> bool:
         """Does the concept have rows or maps at the denoiser itself?"""
-        return not set(self.mounts) <= ENCODER_MOUNTS or self.attention_rank > 0 or self.feedforward_rank > 0
+        return not set(self.mounts).issubset(ENCODER_MOUNTS) or self.attention_rank > 0 or self.feedforward_rank > 0
 
     @property
     def concept_path(self) -> Path:

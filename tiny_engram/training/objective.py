@@ -14,7 +14,6 @@ from tiny_engram.errors import TinyEngramError
 
 __all__ = ["EVERY", "Draw", "add_noise", "draw", "loss_weights", "noise_for", "other_picture", "target_of"]
 
-
 _BELOW_ONE = 1 - 2.0**-53
 # Samples in a row of which a number may show other pictures than the taught ones.
 EVERY = 8

@@ -20,12 +20,18 @@ __all__ = ["Run", "resume"]
 
 logger = logging.getLogger(__name__)
 
-# What checkpoints of earlier versions do not say, and were made with.
-LATER = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0}
+# Of fields that checkpoints of earlier versions lack: what they were made with.
+OLD_DEFAULTS = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0}
 
 
 class Run:
-    """State of one run that changes with its steps."""
+    """State of one run that changes with its steps.
+
+    Attributes:
+        average: moving average (EMA) of each parameter, by its name; what is validated and saved.
+        step: optimiser steps done. losses: one float for each of them.
+        whole: (tensors, state) as `keep` found them after the last whole step; what a checkpoint holds.
+    """
 
     def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         self.module, self.optimizer, self.scaler = module, optimizer, scaler
@@ -54,12 +60,14 @@ class Run:
         return self.module.concept(start, role, self.average).with_details(recipe=recipe)
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """"master.{name}", "average.{name}" and "optimizer.{name}.{moment}" of each parameter; not copies."""
         tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
         for name, p in self.module.named_parameters():
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         return tensors
 
     def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Go on from what `whole` held. Raises TinyEngramError for a parameter that is not there, or has another shape."""
         with torch.no_grad():
             for name, p in self.module.named_parameters():
                 saved = tensors.get(f"master.{name}")
@@ -82,11 +90,11 @@ class Run:
 def resume(run: Run, folder: Path, config: TrainConfig) -> None:
     """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps."""
     tensors, state = load_checkpoint(folder)
-    now, before = config.to_dict(), {**LATER, **state["config"]}
+    now, before = config.to_dict(), {**OLD_DEFAULTS, **state["config"]}
     for told in (now, before):
         if not GROUPS.keys() & set(told.get("mounts") or ()):
             told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
-    for field in ("trigger", "aliases", "mounts", *LATER):
+    for field in ("trigger", "aliases", "mounts", *OLD_DEFAULTS):
         if before.get(field) != now[field]:
             raise TinyEngramError(
                 f"{folder}: its {field} is {before.get(field)!r}, expected {now[field]!r}; resume with what it was made for"

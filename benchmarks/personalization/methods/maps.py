@@ -1,6 +1,6 @@
 """Maps: what a trigger adds to the denoiser where the picture looks at it, read from the picture's own features.
 
-At a place x of the picture a map adds mass(x) * sum_j <w_j, h(x)> u_j: h is what the layer reads there, mass the attention that
+At a place x of the picture a map adds mass(x) * sum_j <into_j, h(x)> out_j: h is what the layer reads there, mass the attention that
 x pays to the trigger's tokens. Text states are equal at every place; a map is not. Where nothing fires nothing is added.
 Imports torch and the spans of a batch.
 """
@@ -45,8 +45,8 @@ def ranks_of(text: str) -> dict[str, int]:
 class Maps(nn.Module):
     """The maps of many runs, as one parameter float32 `[runs, values]`: a step waits for kernels to be launched, not for numbers.
 
-    It holds, one behind the other, "{site}-{i}-in" (w) and "{site}-{i}-out" (u) for the i-th cross-attention, see `factors`. The first
-    start as rows of a fixed basis, equal for all runs, the second at zero.
+    It holds, one behind the other, "{site}-{i}-in" (`into`) and "{site}-{i}-out" (`out`) for the i-th cross-attention, see `factors`. The
+    first start as rows of a fixed basis, equal for all runs, the second at zero.
     """
 
     def __init__(self, base: Base, runs: int, ranks: dict[str, int], *, quantised: bool) -> None:
