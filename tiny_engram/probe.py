@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import ENCODER_MOUNTS, SPAN
+from tiny_engram.config import INPUT, SPAN
 from tiny_engram.mounts import MountError, SpanMount
 from tiny_engram.triggers import compile_trigger
 
@@ -39,7 +39,7 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, SpanMount]) -> None:
                 m.store = m.store.empty()
             with torch.no_grad():
                 plain = family.consumed(family.encode(pipe, [PROMPT], None, 1)[0])[role].clone()
-                for at in (name for name in ENCODER_MOUNTS if name in mount.store.mounts):
+                for at in (name for name in (SPAN, INPUT) if name in mount.store.mounts):
                     mount.store = mount.store.empty()
                     start, length = _add_probe(mount, at)
                     moved[at] = family.consumed(family.encode(pipe, [PROMPT], None, 1)[0])[role], start, length
