@@ -185,6 +185,11 @@ def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
             if isinstance(error, TinyEngramError):
                 raise
             raise TinyEngramError(f"--concept {item!r}: strength {strength!r} is no number; write FILE=0.8") from error
+    names = [concept.name for concept, _ in wanted]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            first, second = args.concept[names.index(name)], args.concept[at]
+            raise TinyEngramError(f"--concept {second!r}: its name {name!r} is that of {first!r}; teach one with another --trigger")
     pipe = load_pipeline(args.model, dtype=args.dtype, device=args.device)
     adapter = attach(pipe)
     for concept, strength in wanted:

@@ -1,6 +1,6 @@
 """The demonstration behind `make demo`: teach the embedded base one subject, and draw what changed and what did not.
 
-May import everything but studio. Needs a checkout, for its base and its example pictures.
+May import everything. Needs a checkout, for its base and its example pictures.
 """
 
 import dataclasses

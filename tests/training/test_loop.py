@@ -247,16 +247,18 @@ def test_an_interrupt_before_the_first_step_can_be_resumed(pipe, config, monkeyp
 
 
 def test_resume_is_refused_for_another_trigger_and_for_damage(pipe, config, tmp_path):
-    teach(pipe, config(max_train_steps=1))
+    teach(pipe, config(max_train_steps=2))
     for change, words in [
+        ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1; raise that to go on"),
+        ({"class_word": "hat"}, "its class_word is None, expected 'hat'; resume with what it was made for"),
         ({"trigger": "bolo"}, "its trigger is 'zqx', expected 'bolo'"),
         ({"aliases": ("zqxs",)}, r"its aliases is \[\], expected \['zqxs'\]"),
     ]:
-        with pytest.raises(TinyEngramError, match=f"checkpoint-1: {words}"):
+        with pytest.raises(TinyEngramError, match=f"checkpoint-2: {words}"):
             teach(pipe, config(resume_from_checkpoint="latest", **change))
-    with pytest.raises(TinyEngramError, match="'checkpoint-9' is no checkpoint; .* holds: checkpoint-1"):
+    with pytest.raises(TinyEngramError, match="'checkpoint-9' is no checkpoint; .* holds: checkpoint-2"):
         teach(pipe, config(resume_from_checkpoint="checkpoint-9"))
-    file = tmp_path / "out" / "checkpoint-1" / "state.safetensors"
+    file = tmp_path / "out" / "checkpoint-2" / "state.safetensors"
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(TinyEngramError, match="cannot read the checkpoint"):
         teach(pipe, config(resume_from_checkpoint="latest"))

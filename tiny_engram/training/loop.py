@@ -1,7 +1,7 @@
 """The training loop: rows and gates of one concept, through the quantiser that stores them, against a frozen base.
 
 Accelerate carries device, precision, accumulation and trackers. The base's parameters get no gradient and no optimiser
-ever sees them. May import everything in tiny_engram but pipelines, studio and cli.
+ever sees them. May import everything in tiny_engram but pipelines and cli.
 """
 
 import logging

@@ -88,16 +88,21 @@ class Run:
 
 
 def resume(run: Run, folder: Path, config: TrainConfig) -> None:
-    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps."""
+    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps, began at
+    another class word, or has done more steps than are asked for."""
     tensors, state = load_checkpoint(folder)
     now, before = config.to_dict(), {**OLD_DEFAULTS, **state["config"]}
     for told in (now, before):
         if not GROUPS.keys() & set(told.get("mounts") or ()):
             told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
-    for field in ("trigger", "aliases", "mounts", *OLD_DEFAULTS):
+    for field in ("trigger", "aliases", "mounts", "class_word", *OLD_DEFAULTS):
         if before.get(field) != now[field]:
             raise TinyEngramError(
                 f"{folder}: its {field} is {before.get(field)!r}, expected {now[field]!r}; resume with what it was made for"
             )
+    if state["step"] > config.max_train_steps:
+        raise TinyEngramError(
+            f"{folder}: it has done {state['step']} steps, and max_train_steps is {config.max_train_steps}; raise that to go on"
+        )
     run.restore(tensors, state)
     logger.info("resumed from %s", folder)
