@@ -305,7 +305,7 @@ def test_a_trigger_that_is_taken_and_strengths(refused, tiny, adapter, concept_f
     refused("zqx.safetensors': its name 'zqx' is that of .*zqx.safetensors'; teach one with another --trigger", *generate, concept_file)
     refused("trigger 'ZQX' of concept 'other' is already registered by concept 'zqx'", *generate, "other.safetensors")
     refused("strength 'much' is no number; write FILE=0.8", *generate, "other.safetensors=much")
-    refused("strength is nan, expected a finite number", *generate, f"{concept_file}=nan")
+    refused("strength is nan, expected a finite number", *generate[:-2], f"{concept_file}=nan")
 
 
 def test_unknown_concept_names(adapter, tiny):
@@ -375,7 +375,7 @@ def test_processes_say_one_thing_on_each_stream(saved_pipe, concept_file, folder
     picture = start("train", "--train_data_dir", folder, "--trigger", "zqx", "--output_dir", "out", cwd=tmp_path)
     out, err = sound.communicate(timeout=120)
     assert sound.returncode == 0 and err == "" and json.loads(out)["prompts"][0]["fired"][0]["name"] == "zqx"
-    for process, words in ((taken, "concept 'zqx' is already loaded"), (picture, "2.png: not a picture")):
+    for process, words in ((taken, "its name 'zqx' is that of"), (picture, "2.png: not a picture")):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 2 and out == "" and len(err.splitlines()) == 1, err
         assert err.startswith("tiny-engram: ") and words in err
