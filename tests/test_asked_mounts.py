@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tiny_engram.concept import Concept, MapRows
+from tiny_engram.concept import Concept, MapFactors
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 
@@ -60,7 +60,7 @@ def test_explain_names_maps(tiny, adapter):
 
 def test_maps_of_another_base_are_refused(tiny, adapter):
     concept = tiny.concept(adapter, "zqx bolo", config=ALL)
-    place, wide = concept.roles["clip_l"], MapRows.quantized(torch.zeros(1, 64), torch.zeros(1, 64))
+    place, wide = concept.roles["clip_l"], MapFactors.quantized(torch.zeros(1, 64), torch.zeros(1, 64))
     for maps, expected in [
         ({"attention.1": wide}, "has map 'attention.1' of 64 channels at clip_l, expected 32 channels there; load it into the base"),
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_engram.concept import Concept, ConceptFileError, MapRows
+from tiny_engram.concept import Concept, ConceptFileError, MapFactors
 from tiny_engram.concept_rows import map_start
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
@@ -39,7 +39,7 @@ def taught(make):
     return concept
 
 
-def bits(rows: MapRows) -> list[torch.Tensor]:
+def bits(rows: MapFactors) -> list[torch.Tensor]:
     return [x.view(torch.uint8) for x in (rows.into_payload, rows.into_scale, rows.out_payload, rows.out_scale)]
 
 
@@ -51,11 +51,11 @@ def test_an_untrained_map_reads_directions_of_the_fixed_basis_and_adds_nothing(m
     assert torch.equal(map_start(2, 96), basis[:2]) and torch.equal(map_start(2, 96, number=1), basis[2:4])
     for name, start in {"attention.0": basis[:2], "feedforward.0": basis[2:4]}.items():
         into, out = maps[name].factors()
-        assert torch.equal(into, MapRows.quantized(start, start).factors()[0]) and not out.any()
+        assert torch.equal(into, MapFactors.quantized(start, start).factors()[0]) and not out.any()
         assert torch.allclose(into.norm(dim=1), torch.ones(2), atol=0.05)
     # alone at its cross-attention, a map takes the first directions; another seed has others
-    assert torch.equal(maps["feedforward.1"].factors()[0], MapRows.quantized(map_start(1, 64), map_start(1, 64)).factors()[0])
-    other = make(config=ConceptConfig(basis_seed=1)).map_rows("clip_l", "attention.0")
+    assert torch.equal(maps["feedforward.1"].factors()[0], MapFactors.quantized(map_start(1, 64), map_start(1, 64)).factors()[0])
+    other = make(config=ConceptConfig(basis_seed=1)).map_factors("clip_l", "attention.0")
     assert not torch.equal(bits(other)[0], bits(maps["attention.0"])[0])
     again = make().roles["clip_l"].maps
     assert all(torch.equal(a, b) for name in SHAPES for a, b in zip(bits(maps[name]), bits(again[name]), strict=True))
@@ -68,10 +68,10 @@ def test_bytes_of_maps_count(make):
 
 def test_masters_are_quantised_as_the_file_stores_them(make):
     into, out = torch.randn(2, 96), torch.randn(2, 96)
-    rows = make().with_map("clip_l", "attention.0", into, out).map_rows("clip_l", "attention.0")
+    rows = make().with_map("clip_l", "attention.0", into, out).map_factors("clip_l", "attention.0")
     for stored, master in zip(rows.factors(), (into, out), strict=True):
         assert torch.allclose(stored, master, rtol=0.07, atol=0.01) and not torch.equal(stored, master)
-    assert torch.equal(rows.factors()[1], MapRows.quantized(*rows.factors()).factors()[1])
+    assert torch.equal(rows.factors()[1], MapFactors.quantized(*rows.factors()).factors()[1])
     with pytest.raises(TinyEngramError, match="into of map 'attention.0' of 'zqx bolo' has shape \\[1, 96\\], expected \\[2, 96\\]"):
         make().with_map("clip_l", "attention.0", into[:1], out)
     with pytest.raises(TinyEngramError, match="out of map .* holds NaN"):
@@ -79,7 +79,7 @@ def test_masters_are_quantised_as_the_file_stores_them(make):
     with pytest.raises(TinyEngramError, match="no map 'attention.7' at role 'clip_l'; known: \\['attention.0', 'feedforward.0'"):
         make().with_map("clip_l", "attention.7", into, out)
     with pytest.raises(TinyEngramError, match="known: none"):
-        make(maps={}).map_rows("clip_l", "attention.0")
+        make(maps={}).map_factors("clip_l", "attention.0")
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,10 @@ def test_maps_fire_with_their_concept(store, add, pipe):
     assert set(found) == {"zqx bolo", "cat-toy"} and found["cat-toy"].strength == 1.0
     assert found["zqx bolo"].spans == ((0, 2, 3), (0, 7, 3), (2, 8, 3)) and found["cat-toy"].spans == ((2, 3, 3),)
     assert list(found["zqx bolo"].maps) == list(store.maps) and set(found["cat-toy"].maps) == {f"attention.{i}" for i in range(4)}
-    into, out = concept.map_rows("clip_l", "feedforward.2").factors()
+    into, out = concept.map_factors("clip_l", "feedforward.2").factors()
     got = found["zqx bolo"].factors("feedforward.2")
     assert torch.equal(got[0], into) and torch.equal(got[1], 0.5 * out)
-    assert torch.equal(found["cat-toy"].factors("attention.1")[1], other.map_rows("clip_l", "attention.1").factors()[1])
+    assert torch.equal(found["cat-toy"].factors("attention.1")[1], other.map_factors("clip_l", "attention.1").factors()[1])
     store.set_strength("zqx bolo", 0.0)
     store.set_strength("cat-toy", 0.25)
     (fired,) = store.plan_at((), ids_of(pipe, "a cat-toy and a zqx bolo")).maps

@@ -15,12 +15,12 @@ import torch
 from tiny_engram import concept_file
 from tiny_engram.concept_file import ConceptFileError
 from tiny_engram.concept_layout import describe_config, describe_role, format_of, read_role, tensors_of
-from tiny_engram.concept_rows import MapRows, MountRows, RoleRows, untrained_maps
+from tiny_engram.concept_rows import MapFactors, MountRows, RoleRows, untrained_maps
 from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["Concept", "ConceptFileError", "MapRows", "MountRows", "RoleRows"]
+__all__ = ["Concept", "ConceptFileError", "MapFactors", "MountRows", "RoleRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Concept:
 
         Raises TinyEngramError for another shape, an unknown role or map, or values that are not finite.
         """
-        old = self.map_rows(role, name)
+        old = self.map_factors(role, name)
         for what, tensor in {"into": into, "out": out}.items():
             if list(tensor.shape) != list(old.into_payload.shape):
                 raise TinyEngramError(
@@ -113,7 +113,7 @@ class Concept:
                     f"{what} of map {name!r} of {self.name!r} holds NaN or infinity, expected finite numbers; lower the learning rate"
                 )
         place = self.roles[role]
-        changed = dataclasses.replace(place, maps={**place.maps, name: MapRows.quantized(into, out)})
+        changed = dataclasses.replace(place, maps={**place.maps, name: MapFactors.quantized(into, out)})
         return dataclasses.replace(self, roles={**self.roles, role: changed})
 
     def with_details(self, **changes: Any) -> "Concept":
@@ -127,7 +127,7 @@ class Concept:
             raise TinyEngramError(f"concept {self.name!r} has no mount {mount!r} at role {role!r}; known: {sorted(mounts)}")
         return mounts[mount]
 
-    def map_rows(self, role: str, name: str) -> MapRows:
+    def map_factors(self, role: str, name: str) -> MapFactors:
         """One map; an unknown role or name raises and lists the known ones."""
         maps = self._role(role).maps
         if name not in maps:

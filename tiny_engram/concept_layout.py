@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tiny_engram.concept_rows import MapRows, MountRows, RoleRows
+from tiny_engram.concept_rows import MapFactors, MountRows, RoleRows
 from tiny_engram.config import BLOCK, FORMAT_VERSION, SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import context_name, map_name
@@ -24,7 +24,7 @@ MOST_WIDTH = 65_536
 # What readers of format 1 do not know.
 NEW_FIELDS = ("share", "bands", "attention_rank", "feedforward_rank")
 MOUNT_PARTS = tuple(f.name for f in fields(MountRows) if f.name != "rho")
-MAP_PARTS = tuple(f.name for f in fields(MapRows))
+MAP_PARTS = tuple(f.name for f in fields(MapFactors))
 
 
 def _is_first_format(mount: str) -> bool:
@@ -160,12 +160,12 @@ def _check_shape(role: str, name: str, shape: Any) -> None:
         raise TinyEngramError(f"map {name!r} of role {role!r} is {shape!r}, expected [rank, channels], channels a multiple of {BLOCK}")
 
 
-def _read_map(role: str, name: str, shape: list[int], left: dict[str, torch.Tensor]) -> MapRows:
+def _read_map(role: str, name: str, shape: list[int], left: dict[str, torch.Tensor]) -> MapFactors:
     (rank, channels), where, parts = shape, f"{role}.map.{name}", []
     for side in ("into", "out"):
         parts.append(_take(left, f"{where}.{side}_payload", torch.float8_e4m3fn, [rank, channels]))
         parts.append(_take(left, f"{where}.{side}_scale", torch.uint8, [rank, channels // BLOCK]))
-    rows = MapRows(*parts)
+    rows = MapFactors(*parts)
     if not all(bool(torch.isfinite(factor).all()) for factor in rows.factors()):
         raise TinyEngramError(f"{where} holds NaN or infinity, expected finite numbers")
     return rows

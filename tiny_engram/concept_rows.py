@@ -15,7 +15,7 @@ from tiny_engram.mount_names import SITES, map_name
 from tiny_engram.quantization import dequantize, quantize
 from tiny_engram.triggers import RowGroup, Variant
 
-__all__ = ["MapRows", "MountRows", "RoleRows", "map_start", "untrained_maps"]
+__all__ = ["MapFactors", "MountRows", "RoleRows", "map_start", "untrained_maps"]
 
 
 def _nbytes(*tensors: torch.Tensor) -> int:
@@ -58,7 +58,7 @@ class MountRows:
 
 
 @dataclass(frozen=True, slots=True)
-class MapRows:
+class MapFactors:
     """One map: what a concept adds at one layer of the denoiser where the picture looks at the trigger, see `maps`. No rows of a table: it
     has no addresses.
 
@@ -71,7 +71,7 @@ class MapRows:
     out_scale: torch.Tensor
 
     @classmethod
-    def quantized(cls, into: torch.Tensor, out: torch.Tensor) -> "MapRows":
+    def quantized(cls, into: torch.Tensor, out: torch.Tensor) -> "MapFactors":
         """From master factors float32 `[rank, channels]` each, quantised as the file stores them."""
         return cls(*quantize(into.detach().float().cpu()), *quantize(out.detach().float().cpu()))
 
@@ -104,7 +104,7 @@ class RoleRows:
     groups: tuple[RowGroup, ...]
     variants: tuple[Variant, ...]
     mounts: Mapping[str, MountRows]
-    maps: Mapping[str, MapRows] = field(default_factory=dict)
+    maps: Mapping[str, MapFactors] = field(default_factory=dict)
 
     @property
     def positions(self) -> int:
@@ -123,7 +123,7 @@ def map_start(rank: int, channels: int, *, number: int = 0, seed: int = 0) -> to
     return fixed_basis(one, width=channels, seed=2 * seed)
 
 
-def untrained_maps(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, MapRows]:
+def untrained_maps(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, MapFactors]:
     """Maps that add nothing, by name: `into` at `map_start`, `out` zero. `shapes` holds (rank, channels) by name, `seed` is the bases'.
 
     Raises:
@@ -138,7 +138,7 @@ def untrained_maps(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str
         site, attention = parts
         sites.setdefault(attention, []).append(site)
         named.append((name, site, attention))
-    made: dict[str, MapRows] = {}
+    made: dict[str, MapFactors] = {}
     for name, site, attention in named:
         rank, channels = shapes[name]
         here = sorted(sites[attention], key=SITES.index)
@@ -148,5 +148,5 @@ def untrained_maps(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str
                 f"and a rank from 1 to {channels // len(here)}"
             )
         into = map_start(rank, channels, number=here.index(site), seed=seed)
-        made[name] = MapRows.quantized(into, torch.zeros(rank, channels))
+        made[name] = MapFactors.quantized(into, torch.zeros(rank, channels))
     return made

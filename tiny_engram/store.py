@@ -13,7 +13,7 @@ import torch
 
 from tiny_engram.addressing import Asked, RowBank, lookup
 from tiny_engram.boundaries import EdgeTables
-from tiny_engram.concept import MapRows, MountRows
+from tiny_engram.concept import MapFactors, MountRows
 from tiny_engram.config import ENCODER_MOUNTS, SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import Entry, TriggerIndex
@@ -48,7 +48,7 @@ class _Held:
 @dataclass(slots=True)
 class _Member:
     mounts: dict[str, _Held]
-    maps: Mapping[str, MapRows]
+    maps: Mapping[str, MapFactors]
     strength: float
 
     @property
@@ -87,7 +87,7 @@ class FiredMaps:
     name: str
     spans: tuple[tuple[int, int, int], ...]
     strength: float
-    maps: Mapping[str, MapRows]
+    maps: Mapping[str, MapFactors]
 
     def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(into, strength * out) of one of the maps, float32 `[rank, channels]` each, on the CPU."""
@@ -223,7 +223,7 @@ class ConceptStore:
         config: ConceptConfig,
         strength: float = 1.0,
         *,
-        maps: Mapping[str, MapRows] | None = None,
+        maps: Mapping[str, MapFactors] | None = None,
     ) -> int:
         """Load one concept, `rows` by mount, `maps` by name; returns how often its rows' addresses had to move.
 

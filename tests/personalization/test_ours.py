@@ -178,7 +178,7 @@ def test_a_concept_of_ours_by_default(base, run):
     values = concept.roles[ROLE].mounts
     assert values["input"].rows().any() and not any(rows.rows().any() for name, rows in values.items() if name != "input")
     theirs = ours.values(0)["map.attention-6-in.payload"].flatten(1)
-    assert torch.equal(concept.map_rows(ROLE, "attention.6").into_payload.float(), theirs.float())
+    assert torch.equal(concept.map_factors(ROLE, "attention.6").into_payload.float(), theirs.float())
 
 
 @torch.no_grad()
