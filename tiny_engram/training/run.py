@@ -60,7 +60,7 @@ class Run:
         return self.module.concept(start, role, self.average).with_details(recipe=recipe)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """"master.{name}", "average.{name}" and "optimizer.{name}.{moment}" of each parameter; not copies."""
+        """Of each parameter "master.{name}", "average.{name}" and "optimizer.{name}.{moment}"; not copies."""
         tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
         for name, p in self.module.named_parameters():
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
