@@ -31,7 +31,7 @@ TRAIN_HELP = {
     "aliases": "further spellings that call it too",
     "name": "the name it goes by (default: the trigger)",
     "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
-    "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}'",
+    "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}' (default: five like it)",
     "caption_dropout": "share of samples captioned by the trigger alone",
     "skip_bad_pictures": "go on without pictures that cannot be read",
     "resolution": "side in pixels of the squares that pictures are cropped to (default: the base's own)",
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("file", type=Path)
     inspect.add_argument("--json", action="store_true")
 
-    listing = verbs.add_parser("list", help="the concept files of a folder")
+    listing = verbs.add_parser("list", help="the concept files of a folder, not of those in it")
     listing.add_argument("folder", type=Path, nargs="?", default=Path("."))
     listing.add_argument("--json", action="store_true")
 
