@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
@@ -287,3 +288,18 @@ def test_a_new_concept_is_all_zero_but_its_gates(make):
     concept = make(config=config)
     assert list(concept.mount_rows("clip_l").payload.shape) == [3, 3 * config.heads_at(128), 32]
     assert concept.nbytes == 3 * 3 * config.heads_at(128) * 33 + 2 * 3 * 4
+
+
+def test_a_byte_that_changed_is_noticed(make, tmp_path):
+    taught = make()
+    path = taught.save(tmp_path / "c.safetensors")
+    blob = bytearray(path.read_bytes())
+    blob[-5] ^= 1
+    path.write_bytes(blob)
+    with pytest.raises(ConceptFileError, match="its data is not what was saved"):
+        Concept.load(path)
+    # files of others, without a digest, load
+    with safe_open(path, "pt") as file:
+        metadata = {k: v for k, v in file.metadata().items() if k != "modelspec.hash_sha256"}
+    save_file(load_file(path), path, metadata=metadata)
+    assert Concept.load(path).trigger == taught.trigger

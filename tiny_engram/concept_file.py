@@ -4,6 +4,7 @@ Imports safetensors, torch, config, errors and files. The header is checked (len
 before any tensor is made.
 """
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = ["ConceptFileError", "pack_metadata", "read", "write"]
 
 KEY = "tiny_engram"
 THUMBNAIL = "modelspec.thumbnail"
+DIGEST = "modelspec.hash_sha256"  # of all bytes behind the header, as kohya's tools write it
 MAX_HEADER = 4 * 2**20
 MAX_FILE = 256 * 2**20
 DTYPES = {"F8_E4M3": 1, "U8": 1, "F32": 4}
@@ -50,7 +52,8 @@ def pack_metadata(described: dict[str, Any], thumbnail: str | None) -> dict[str,
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
     """Write beside the target, flush to disk, rename over it; on any failure the old file stays and nothing is left behind."""
-    blob = save_bytes(tensors, metadata=metadata)
+    digest = _digest(save_bytes(tensors))
+    blob = save_bytes(tensors, metadata=metadata | {DIGEST: digest})
     if len(blob) > MAX_FILE or struct.unpack("<Q", blob[:8])[0] > MAX_HEADER:
         raise ConceptFileError(
             f"{path}: the concept takes {len(blob)} bytes, expected at most {MAX_FILE}; use a smaller thumbnail or recipe"
@@ -76,6 +79,8 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | Non
     except OSError as error:
         raise ConceptFileError(f"{path}: cannot read the file ({error.strerror or error})") from error
     metadata = _check_header(path, blob)
+    if metadata.get(DIGEST, "") not in ("", _digest(blob)):
+        raise ConceptFileError(f"{path}: its data is not what was saved ({DIGEST} differs); copy or download it again")
     if KEY not in metadata:
         raise ConceptFileError(
             f"{path}: no {KEY!r} in its metadata, expected a concept saved by tiny-engram (is this a LoRA or another model?)"
@@ -94,6 +99,11 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | Non
     except Exception as error:
         raise ConceptFileError(f"{path}: not a sound safetensors file ({' '.join(str(error).split())})") from error
     return tensors, described, metadata.get(THUMBNAIL)
+
+
+def _digest(blob: bytes) -> str:
+    (length,) = struct.unpack("<Q", blob[:8])
+    return "0x" + hashlib.sha256(memoryview(blob)[8 + length :]).hexdigest()
 
 
 def _check_header(path: Path, blob: bytes) -> dict[str, str]:

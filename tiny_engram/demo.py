@@ -28,6 +28,7 @@ __all__ = ["CLASS_WORDS", "CONTEXTS", "run_demo"]
 
 logger = logging.getLogger(__name__)
 
+REPORT = "report.json"
 EXAMPLES = EMBEDDED_BASE.parents[1] / "examples"
 # What someone who may only use names that the base was trained on would call each example subject.
 CLASS_WORDS = {
@@ -77,6 +78,8 @@ def run_demo(
         known = ", ".join(sorted(p.name for p in EXAMPLES.glob("*") if p.is_dir())) or "none: the demo needs a checkout"
         raise TinyEngramError(f"no example subject {subject!r}; known: {known}")
     check_writable(out)
+    if (out / REPORT).exists():  # the last demo's, whatever it taught
+        (out / "concept.safetensors").unlink(missing_ok=True)
     began = time.perf_counter()
     pipe = load_pipeline(device="cpu")
     config = TrainConfig(
@@ -90,6 +93,9 @@ def run_demo(
     if steps is not None:
         config = dataclasses.replace(config, max_train_steps=steps)
     examples = scan_folder(folder, (trigger,)).examples
+    adapter = attach(pipe)
+    adapter.compile(trigger)  # a trigger that cannot be taught is told before anything is drawn
+    adapter.detach()
 
     def draw(prompts: list[str], seed: int) -> np.ndarray:
         return draw_pictures(pipe, prompts, [seed] * len(prompts), steps=inference_steps, guidance=4.0)
@@ -149,7 +155,7 @@ def run_demo(
     )
     save_picture(sheet.render(), out / "sheet.png")
     save_picture(Image.fromarray(concept[SEEDS[0]][0]), out / "taught.png")
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     if difference.max() != 0:
         raise TinyEngramError(f"a picture without the trigger changed by {difference.max()} of 255; expected 0. See {out / 'sheet.png'}")
     return report

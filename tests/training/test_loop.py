@@ -386,12 +386,22 @@ def test_bad_pictures_are_skipped_on_request_only(pipe, config, folder, caplog):
     assert "skipped: " in caplog.text and "1 other files in" in caplog.text
 
 
-def test_a_trigger_of_ordinary_words_is_taught_with_a_warning(pipe, config, folder, caplog):
+def test_a_trigger_of_ordinary_words_is_taught_with_a_warning(pipe, config, tmp_path, caplog):
     with caplog.at_level("WARNING", "tiny_engram"):
         teach(pipe, config(max_train_steps=1))
         assert "trigger" not in caplog.text
-        teach(pipe, config(trigger="cat", max_train_steps=1))
+        teach(pipe, config(trigger="cat", output_dir=str(tmp_path / "cat"), max_train_steps=1))
     assert caplog.text.count("trigger 'cat': 'cat' is made of ordinary words") == 1
+
+
+def test_another_concept_is_not_written_over(pipe, config, tmp_path):
+    path = teach(pipe, config(max_train_steps=1)).path
+    before = path.read_bytes()
+    with pytest.raises(TinyEngramError, match="holds the concept of 'zqx', not of 'vunk'; choose another output_dir"):
+        teach(pipe, config(trigger="vunk", max_train_steps=1))
+    assert path.read_bytes() == before
+    teach(pipe, config(seed=1, max_train_steps=1))  # the same once more
+    assert path.read_bytes() != before
 
 
 def test_an_output_folder_that_cannot_be(pipe, config, tmp_path):

@@ -201,6 +201,15 @@ def _module(adapter: Any, start: Concept, role: str, config: TrainConfig) -> Con
     return ConceptRows(start, role, adapter.contexts[role].layout, starts=starts)
 
 
+def _keep_others(config: TrainConfig) -> None:
+    """Raises TinyEngramError where the run would end by writing over a concept of another trigger, or over a file that is none."""
+    if config.concept_path.exists():
+        there = Concept.load(config.concept_path).trigger
+        if there != config.trigger:
+            what = f"{config.concept_path} holds the concept of {there!r}, not of {config.trigger!r}"
+            raise TinyEngramError(f"{what}; choose another output_dir, or move that file away")
+
+
 def _accelerator(config: TrainConfig, output: Path) -> Accelerator:
     try:
         return Accelerator(
@@ -229,6 +238,8 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     output = Path(config.output_dir)
     check_writable(output)
     folder = find_checkpoint(output, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
+    if folder is None:
+        _keep_others(config)
     tracking = config.report_to != "none"
     accelerator = _accelerator(config, output)
     module = _module(adapter, start, role, config)
