@@ -118,6 +118,25 @@ def adapter(pipe):
     assert not pipe.text_encoder._forward_hooks and not pipe.unet._forward_pre_hooks
 
 
+@pytest.fixture(scope="module")
+def attached(tiny):
+    """A pipeline of a file's own, with its adapter, attached once."""
+    import tiny_engram
+
+    pipe = tiny.build()
+    return pipe, tiny_engram.attach(pipe)
+
+
+@pytest.fixture
+def emptied(attached):
+    """The adapter of `attached`, which each test finds and leaves empty."""
+    _, adapter = attached
+    yield adapter
+    adapter.enable_concepts()
+    adapter.unload_concept()
+    assert not adapter.contexts["clip_l"].hooks
+
+
 @pytest.fixture
 def own_pipe(tiny):
     """A pipeline that the test may change for good."""

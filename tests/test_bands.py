@@ -18,25 +18,14 @@ BOTH = ConceptConfig(mounts=("value",), share="block", bands=2)
 BLOCK = {0: "down1", 1: "mid", 2: "up0", 3: "up0"}
 
 
-@pytest.fixture(scope="module")
-def attached(tiny):
-    pipe = tiny.build()
-    return pipe, tiny_engram.attach(pipe)
-
-
 @pytest.fixture
 def pipe(attached):
     return attached[0]
 
 
 @pytest.fixture
-def adapter(attached):
-    """Attached once; each test finds and leaves it empty."""
-    _, adapter = attached
-    yield adapter
-    adapter.enable_concepts()
-    adapter.unload_concept()
-    assert not adapter.contexts["clip_l"].hooks
+def adapter(emptied):
+    return emptied
 
 
 def ids_of(pipe, *prompts):

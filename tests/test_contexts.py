@@ -17,26 +17,14 @@ SIDES = ConceptConfig(mounts=("context",))
 WHOLE = ConceptConfig(mounts=("span", "context"), context_rho=0.8)
 
 
-@pytest.fixture(scope="module")
-def attached(tiny):
-    """A pipeline of this file's own, with its adapter."""
-    pipe = tiny.build()
-    return pipe, tiny_engram.attach(pipe)
-
-
 @pytest.fixture
 def pipe(attached):
     return attached[0]
 
 
 @pytest.fixture
-def adapter(attached):
-    """Attached once; each test finds and leaves it empty."""
-    _, adapter = attached
-    yield adapter
-    adapter.enable_concepts()
-    adapter.unload_concept()
-    assert not adapter.contexts["clip_l"].hooks
+def adapter(emptied):
+    return emptied
 
 
 def names_of(adapter) -> tuple[str, ...]:

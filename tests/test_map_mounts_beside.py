@@ -17,25 +17,14 @@ FED = ConceptConfig(mounts=("span",), feedforward_rank=2)
 ALL = ConceptConfig(mounts=("input", "span", "context"), share="block", bands=2, attention_rank=1, feedforward_rank=1)
 
 
-@pytest.fixture(scope="module")
-def attached(tiny):
-    pipe = tiny.build()
-    return pipe, tiny_engram.attach(pipe)
-
-
 @pytest.fixture
 def pipe(attached):
     return attached[0]
 
 
 @pytest.fixture
-def adapter(attached):
-    """Attached once; each test finds and leaves it empty."""
-    _, adapter = attached
-    yield adapter
-    adapter.enable_concepts()
-    adapter.unload_concept()
-    assert not adapter.contexts["clip_l"].hooks
+def adapter(emptied):
+    return emptied
 
 
 def test_other_attention_processors(tiny, adapter, pipe):

@@ -35,26 +35,6 @@ def of_the_comparison(repo_root, monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.personalization.{name}")
 
 
-@pytest.fixture
-def recipe(folder, tmp_path):
-    """The default recipe in few steps, changed by keywords."""
-
-    def make(**changes) -> TrainConfig:
-        options = {
-            "train_data_dir": str(folder),
-            "trigger": "zqx",
-            "output_dir": str(tmp_path / "out"),
-            "max_train_steps": 4,
-            "train_batch_size": 4,
-            "collage_pictures": 1,
-            "validation_inference_steps": 2,
-            "report_to": "none",
-        }
-        return TrainConfig(**{**options, **changes})
-
-    return make
-
-
 def teach(pipe, config, **options):
     return train(pipe, config, progress=False, **options)
 

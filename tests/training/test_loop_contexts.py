@@ -82,22 +82,13 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     assert torch.equal(trained.detach(), output) and not torch.equal(plain, output) and no_hooks(pipe)
 
 
-def test_what_was_validated_is_what_is_shipped(tiny, pipe, config, tmp_path):
+def test_what_was_validated_is_what_is_shipped(tiny, pipe, config, as_validated, tmp_path):
     result = teach(pipe, config(mounts=BOTH, validation_steps=4, validation_prompts=PROMPTS, validation_seeds=(3,)))
     sheet = np.asarray(Image.open(tmp_path / "out" / "validation" / "step-4.png"))
     fresh = tiny.build()
     adapter = tiny_engram.attach(fresh)
     adapter.load_concept(result.path)
-    images = fresh(
-        [p.replace("{trigger}", "zqx") for p in PROMPTS],
-        num_inference_steps=2,
-        guidance_scale=4.0,
-        generator=[torch.Generator("cpu").manual_seed(3) for _ in PROMPTS],
-        height=64,
-        width=64,
-        output_type="np",
-    ).images
-    assert np.array_equal((np.concatenate(list(images), 1) * 255).round().astype(np.uint8), sheet)
+    assert np.array_equal(as_validated(fresh, [p.replace("{trigger}", "zqx") for p in PROMPTS]), sheet)
 
 
 def test_two_steps_and_two_more_beside_another_concept(tiny, pipe, config, tmp_path):
