@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.personalization.methods.maps import BLOCK, ranks_of
+from benchmarks.personalization.methods.maps import ranks_of
 from benchmarks.personalization.methods.ours import Ours
 from benchmarks.personalization.methods.spans import hooked
+from tiny_engram.config import BLOCK
 from tiny_engram.quantization import fake_quantize
 
 MAPS = "attention:2+feedforward:1"

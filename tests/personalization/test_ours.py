@@ -8,7 +8,6 @@ import torch
 
 import tiny_engram
 from benchmarks.personalization.draw import draw
-from benchmarks.personalization.methods.class_fit import CARRIERS
 from benchmarks.personalization.methods.method import Rows
 from benchmarks.personalization.methods.ours import ROLE, Ours
 from benchmarks.personalization.methods.ours_options import Options
@@ -17,6 +16,7 @@ from benchmarks.personalization.teach import teach
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept
+from tiny_engram.training.class_word import CARRIERS
 
 TEXTS = ("a 3d {0} on a red background", "flat {0}, blue background", "a {0}")
 ALL = "input+layer-2+span+key+value"

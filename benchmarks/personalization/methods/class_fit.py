@@ -16,24 +16,13 @@ from torch.nn import functional
 from benchmarks.personalization.methods.spans import Places, basis_matrices, encoder_with
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.residual import span_mean_norm
+from tiny_engram.training.class_word import CARRIERS, REACH, ROUNDS, WIDEST
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
     from benchmarks.personalization.methods.ours import Ours
 
-__all__ = ["CARRIERS", "fit_class"]
-
-CARRIERS = (
-    "a {0}",
-    "a 3d {0} on a white background",
-    "flat {0}, blue background",
-    "an outlined {0} on a gray background",
-    "a picture of a {0}, 3d style, red background",
-    "a 3d {0} next to a ball on a green background",
-)
-ROUNDS = 12
-REACH = 0.75  # of the bound, that the class word takes: training has room beyond it
-WIDEST = 0.95  # gate that a start may ask for: one that is open all the way learns no more
+__all__ = ["fit_class"]
 
 
 @torch.no_grad()

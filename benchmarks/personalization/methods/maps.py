@@ -2,7 +2,8 @@
 
 At a place x of the picture a map adds mass(x) * sum_j <into_j, h(x)> out_j: h is what the layer reads there, mass the attention that
 x pays to the trigger's tokens. Text states are equal at every place; a map is not. Where nothing fires nothing is added.
-Imports torch and the spans of a batch.
+"attention" is before `to_out` of a cross-attention, each head by its own mass; "feedforward" beside the feed-forward layer behind it, by the
+mean mass of the heads. Imports torch and the spans of a batch.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ import torch
 from torch import nn
 
 from benchmarks.personalization.methods.method import Rows
-from benchmarks.personalization.methods.spans import BASES, CONFIG, gathered
-from tiny_engram.kernels.fixed_basis import fixed_basis
+from benchmarks.personalization.methods.spans import CONFIG, gathered
+from tiny_engram.concept_rows import map_start
+from tiny_engram.config import BLOCK
+from tiny_engram.mount_names import SITES
 from tiny_engram.quantization import fake_quantize, quantize
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
 
-__all__ = ["SITES", "Maps", "ranks_of"]
+__all__ = ["Maps", "ranks_of"]
 
-# "attention": before `to_out` of a cross-attention, each head by its own mass; "feedforward": beside the feed-forward layer behind
-# it, by the mean mass of the heads.
-SITES = ("attention", "feedforward")
-BLOCK = CONFIG.head_dim  # values of one scale
 _PART = re.compile(rf"({'|'.join(SITES)}):([1-9]\d*)")
 
 
@@ -57,11 +56,10 @@ class Maps(nn.Module):
         for i, (_, module) in enumerate(base.cross_attentions):
             attention: Any = module
             channels = attention.to_q.in_features
-            one = torch.eye(channels, device=base.device)
             for number, (site, rank) in enumerate(ranks.items()):
                 if rank * len(ranks) > channels:
                     raise ValueError(f"maps of rank {rank} at {channels} channels; expected {channels // len(ranks)} at most")
-                starts.append(fixed_basis(one[number * rank : (number + 1) * rank], width=channels, seed=BASES[0]))
+                starts.append(map_start(rank, channels, number=number, seed=CONFIG.basis_seed).to(base.device))
                 starts.append(torch.zeros_like(starts[-1]))
                 self.shapes |= {f"{site}-{i}-{end}": (rank, channels) for end in ("in", "out")}
         if starts:
