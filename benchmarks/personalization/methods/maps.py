@@ -2,8 +2,8 @@
 
 At a place x of the picture a map adds mass(x) * sum_j <into_j, h(x)> out_j: h is what the layer reads there, mass the attention that
 x pays to the trigger's tokens. Text states are equal at every place; a map is not. Where nothing fires nothing is added.
-"attention" is before `to_out` of a cross-attention, each head by its own mass; "feedforward" beside the feed-forward layer behind it, by the
-mean mass of the heads. Imports torch and the spans of a batch.
+"attention" is before `to_out` of a cross-attention, each head by its own mass; "feedforward" beside the feed-forward layer behind it,
+by the mean mass of the heads. Imports torch and the spans of a batch.
 """
 
 from __future__ import annotations
