@@ -42,7 +42,8 @@ __all__ = [
 
 # Raised by hand when a change of the bench, of a judge or of a method changes figures: pieces of another version are run again.
 VERSION = 1
-METHOD_VERSIONS: dict[str, int] = {}
+# ours: 2 collages of eight, rate 1.4e-2 and maps at 0.4 of it, in place of 1, 1e-2 and 0.3.
+METHOD_VERSIONS: dict[str, int] = {"ours": 2}
 
 STAGES = ("base", "sweep", "methods", "levers", "final", "costs")
 RATE_FACTORS = (0.1, 0.32, 1.0, 3.2, 10.0, 32.0)

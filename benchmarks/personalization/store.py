@@ -174,7 +174,8 @@ def save_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def merge(results: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Results with finished pieces put in, each in the place of what was measured before of the same runs, or in another version.
+    """Results with finished pieces put in, each in the place of what was measured before of the same runs, or of its method in
+    another version.
 
     Of two pieces about the same runs the one that was finished later stays, in whatever order they come. Every record
     names its piece by the first 8 digits of its key.
@@ -184,12 +185,12 @@ def merge(results: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> di
     pairs = list(results["pairs"])
     for piece in sorted(pieces, key=lambda piece: piece["finished"]):
         about, cells = piece["piece"], set(piece["cells"])
-        same, version = ("stage", "method", "label"), ("version", "method_version")
+        same, version = ("stage", "method"), ("version", "method_version")
         rivals = {
             key: old
             for key, old in merged["pieces"].items()
             if all(old[name] == about[name] for name in same)
-            and (cells & set(old["cells"]) or any(old[name] != about[name] for name in version))
+            and (old["label"] == about["label"] and cells & set(old["cells"]) or any(old[name] != about[name] for name in version))
         }
         if any(old["finished"] > piece["finished"] for old in rivals.values()):
             continue

@@ -158,7 +158,7 @@ def test_pictures_whose_captions_have_no_place_for_it_are_named(pipe, recipe, fo
     # with a second thing, the trigger of the long caption would be cut off
     assert all(one.caption.startswith("a") for one in made)
     (folder / "1.png").unlink()
-    with pytest.raises(DataError, match="collages is 1, but in no caption .*--collages 0"):
+    with pytest.raises(DataError, match="collages is 2, but in no caption .*--collages 0"):
         teach(pipe, recipe())
     assert teach(pipe, recipe(collages=0, max_train_steps=1)).steps == 1
 
@@ -207,8 +207,8 @@ def test_the_default_recipe_is_what_the_comparison_chose():
         mounts=("input", "value"), share="block", bands=2, attention_rank=1, feedforward_rank=1, rho=2.5
     )
     rates = (config.learning_rate, config.gate_learning_rate, config.map_learning_rate, config.adam_beta2, config.ema_decay)
-    assert rates == (1e-2, 1e-2, 3e-3, 0.95, 0.98) and config.rate(0) == config.rate(299) == 1.0
-    assert (config.max_train_steps, config.train_batch_size, config.collages, config.class_word) == (300, 8, 1, None)
+    assert rates == (1.4e-2, 1.4e-2, 5.6e-3, 0.95, 0.98) and config.rate(0) == config.rate(299) == 1.0
+    assert (config.max_train_steps, config.train_batch_size, config.collages, config.class_word) == (300, 8, 2, None)
 
 
 def test_it_is_taught_resumed_and_served_to_the_bit(tiny, pipe, recipe, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_it_is_taught_resumed_and_served_to_the_bit(tiny, pipe, recipe, tmp_path
     assert resumed.losses == whole.losses and all(torch.equal(one[k].view(torch.uint8), two[k].view(torch.uint8)) for k in one)
     other, _ = collages_of(pipe, recipe(seed=1, max_train_steps=1, output_dir=str(tmp_path / "other")), monkeypatch)
     assert [one.caption for one in other] != [one.caption for one in drawn]
-    assert Concept.load(resumed.path).recipe["collages"] == 1
+    assert Concept.load(resumed.path).recipe["collages"] == 2
     sheet = np.asarray(Image.open(tmp_path / "out" / "validation" / "step-4.png"))
     adapter = tiny_engram.attach(fresh)
     adapter.load_concept(resumed.path)
@@ -285,7 +285,7 @@ def test_nothing_is_drawn_for_what_is_refused(pipe, recipe, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"companions": ()}, r"collages is 1, but companions are \(\), expected a thing of another name.*--collages 0"),
+        ({"companions": ()}, r"collages is 2, but companions are \(\), expected a thing of another name.*--collages 0"),
         ({"companions": ("key", " ")}, "companions are .*expected names of things that the base knows"),
         ({"companions": ("a zqx toy",)}, "companion 'a zqx toy' holds the trigger 'zqx', expected a thing that the base knows"),
         ({"companions": ("Old Zqxs",), "aliases": ("zqxs",)}, "companion 'Old Zqxs' holds the trigger 'zqxs'"),

@@ -52,7 +52,7 @@ def test_everything_is_taught_and_the_base_is_not(pipe, config, tmp_path):
     assert all(rows.ne(0).float().mean() > 0.9 for rows in tensors["master.rows"]) and tensors["master.gain"].ne(1).all()
     assert all(at.factors()[1].ne(0).any() for at in place.maps.values())
     recipe = result.concept.recipe
-    assert recipe["class_word"] == "lamp" and recipe["map_learning_rate"] == 3e-3 and recipe["mounts"] == list(ALL["mounts"])
+    assert recipe["class_word"] == "lamp" and recipe["map_learning_rate"] == 5.6e-3 and recipe["mounts"] == list(ALL["mounts"])
     assert result.concept.config == ConceptConfig(**{k: v for k, v in ALL.items() if k != "class_word"}, rho=1.0)
 
 

@@ -73,9 +73,9 @@ class TrainConfig:
     train_batch_size: int = 8
     max_train_steps: int = 300
     gradient_accumulation_steps: int = 1
-    learning_rate: float = 1e-2
-    gate_learning_rate: float = 1e-2
-    map_learning_rate: float = 3e-3
+    learning_rate: float = 1.4e-2
+    gate_learning_rate: float = 1.4e-2
+    map_learning_rate: float = 5.6e-3
     adam_beta2: float = 0.95
     lr_scheduler: str = "constant"
     lr_warmup_steps: int = 0
@@ -86,7 +86,7 @@ class TrainConfig:
     attention_rank: int = 1
     feedforward_rank: int = 1
     class_word: str | None = None
-    collages: int = 1
+    collages: int = 2
     companions: tuple[str, ...] = COMPANIONS
     collage_pictures: int = 4
     rho: float | None = None

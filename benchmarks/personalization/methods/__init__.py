@@ -39,8 +39,8 @@ RATES: dict[str, float] = {
     "full": 5e-6,
     "after-tiny-engram": 1e-3,
     "after-v-engram": 5e-4,
-    "ours": 1e-2,
-    **dict.fromkeys(TRAINED, 1e-2),
+    "ours": 1.4e-2,
+    **dict.fromkeys(TRAINED, 1.4e-2),
 }
 LABELS: dict[str, str] = {
     "inversion-1": "Textual inversion, 1 vector",

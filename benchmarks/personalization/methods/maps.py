@@ -3,24 +3,25 @@
 At a place x of the picture a map adds mass(x) * sum_j <into_j, h(x)> out_j: h is what the layer reads there, mass the attention that
 x pays to the trigger's tokens. Text states are equal at every place; a map is not. Where nothing fires nothing is added.
 "attention" is before `to_out` of a cross-attention, each head by its own mass; "feedforward" beside the feed-forward layer behind it,
-by the mean mass of the heads. Imports torch and the spans of a batch.
+by the mean mass of the heads. Imports torch, the spans of a batch and the arithmetic in few launches.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from benchmarks.personalization.methods.map_gradients import add_attended, add_fed, wide_mass
 from benchmarks.personalization.methods.method import Rows
-from benchmarks.personalization.methods.spans import CONFIG, gathered
+from benchmarks.personalization.methods.spans import CONFIG, Places, gathered
 from tiny_engram.concept_rows import map_start
 from tiny_engram.config import BLOCK
 from tiny_engram.mount_names import SITES
-from tiny_engram.quantization import fake_quantize, quantize
+from tiny_engram.quantization import quantize
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
@@ -76,25 +77,32 @@ class Maps(nn.Module):
         """Views of the parameter, `[runs, rank, channels]` each."""
         return self.parts(self.values_of) if self.shapes else {}
 
-    def _read(self, run: torch.Tensor, strength: float) -> dict[str, torch.Tensor]:
-        """`[batch, slots * rank, channels]` of each row's runs, as they would be read from a file; zeros for a run of -1."""
-        values = self.values_of
-        if self.quantised:
-            values = fake_quantize(values.unflatten(-1, (-1, BLOCK))).flatten(-2)
-        own = gathered(values, run.clamp(min=0).flatten()).unflatten(0, run.shape)
-        if run.shape[1] > 1:
+    def _of(self, values: torch.Tensor, run: torch.Tensor, strength: float) -> dict[str, torch.Tensor]:
+        """`[batch, slots * rank, channels]` of each row's runs, out of values `[runs, values]`; zeros for a run of -1."""
+        several = run.shape[1] > 1
+        own = gathered(values, (run.clamp(min=0) if several else run).flatten()).unflatten(0, run.shape)
+        if several:
             # zeros rather than a product with 0: a run that diverged must not reach rows that it has no part in
             own = own.masked_fill((run < 0)[:, :, None], 0.0)
         parts = {name: part.flatten(1, 2) for name, part in self.parts(own).items()}
         return parts if strength == 1.0 else {n: strength * part if n.endswith("-out") else part for n, part in parts.items()}
 
-    def hooks(self, base: Base, rows: Rows, strength: float) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
-        """For `spans.hooked`: the denoiser runs with the maps of `rows` in it."""
-        fired, read = _fired(rows), self._read(rows.run, strength)
+    def hooks(
+        self, base: Base, rows: Rows, places: Places, values: torch.Tensor, strength: float
+    ) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
+        """For `spans.hooked`: the denoiser runs with the maps of `rows` in it, whose spans are at `places`.
+
+        values: float32 `[runs, values]`, the parameter as it would be read from a file.
+        """
+        attentions: list[Any] = [module for _, module in base.cross_attentions]
+        widest = max(attention.to_q.out_features // attention.heads for attention in attentions)
+        fired = torch.zeros(len(rows.ids), rows.run.shape[1], rows.ids.shape[1], widest, device=rows.ids.device)
+        fired.index_put_((places.batch, places.slot, places.time), torch.ones((), device=fired.device))
+        read = self._of(values, rows.run, strength)
         modules = dict(base.unet.named_modules())
         names = {module: name for name, module in modules.items()}
         hooks: list[tuple[nn.Module, Callable[..., Any], bool]] = []
-        for i, (_, module) in enumerate(base.cross_attentions):
+        for i, module in enumerate(attentions):
             factors = {site: (read[f"{site}-{i}-in"], read[f"{site}-{i}-out"]) for site in self.ranks}
             layer = modules[names[module].removesuffix("attn2") + "ff"]
             hooks += _Layer(module, fired, factors, rows.run.shape[1]).hooks(layer)
@@ -112,20 +120,14 @@ class Maps(nn.Module):
         return found
 
 
-def _fired(rows: Rows) -> torch.Tensor:
-    """1 where a slot's trigger stands, `[batch, time, slots]`."""
-    at = rows.positions()
-    fired = torch.zeros(*rows.ids.shape, rows.run.shape[1], device=rows.ids.device)
-    one = torch.ones((), device=fired.device)
-    return fired.index_put((at.row, at.place, at.slot), one)
-
-
 class _Layer:
     """One cross-attention and the feed-forward layer behind it, during one batch: what their hooks tell each other."""
 
     def __init__(self, attention: Any, fired: torch.Tensor, factors: dict[str, tuple[torch.Tensor, torch.Tensor]], slots: int) -> None:
+        """fired: float32 `[batch, slots, time, d or more]`, 1 where a slot's trigger stands, d the width of a head."""
         self.attention, self.fired, self.factors, self.slots = attention, fired, factors, slots
-        self.states = self.query = self.key = self.mass = torch.empty(0)
+        self.states = self.query = self.key = torch.empty(0)
+        self.masses: list[torch.Tensor] = []
 
     def hooks(self, feedforward: nn.Module) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
         a = self.attention
@@ -138,24 +140,27 @@ class _Layer:
     def _keyed(self, _module: nn.Module, _args: tuple, _kwargs: Any, out: torch.Tensor) -> None:
         self.key = out
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (self.attention.heads, -1)).transpose(1, 2)
+    def _of_slots(self, site: str) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """The factors of each slot, `[batch, rank, channels]`."""
+        if self.slots == 1:  # a part of the whole would be copied on its way back
+            return [self.factors[site]]
+        return zip(*(factor.chunk(self.slots, 1) for factor in self.factors[site]), strict=True)
 
     def _attended(self, _module: nn.Module, args: tuple, kwargs: Any) -> tuple[tuple, Any] | None:
         """Heads' outputs `[batch, places, channels]` with what the map adds."""
-        query, key = self._heads(self.query), self._heads(self.key)
-        share = (query @ key.transpose(2, 3) * self.attention.scale).float().softmax(-1)
-        self.mass = share @ self.fired[:, None]  # [batch, heads, places, slots]
+        heads, scale = self.attention.heads, self.attention.scale
+        wide = self.fired[..., : self.query.shape[-1] // heads].unbind(1)
+        masses = [wide_mass(self.query, self.key, fired, heads=heads, scale=scale) for fired in wide]
         if "attention" not in self.factors:
+            self.masses = [mass.mean((2, 3))[..., None] for mass in masses]  # a head's channels all hold its mass
             return None
-        into, out = self.factors["attention"]
-        read = self.states @ into.transpose(1, 2)  # [batch, places, slots * rank]
-        weighted = self.mass.repeat_interleave(read.shape[-1] // self.slots, -1) * read[:, None]
-        added = (weighted @ self._heads(out)).transpose(1, 2).flatten(2)
-        return (args[0] + added.to(args[0].dtype), *args[1:]), kwargs
+        x, self.masses = args[0], []
+        for mass, (into, out) in zip(masses, self._of_slots("attention"), strict=True):
+            x, by_all = add_attended(x, mass, self.states, into, out)
+            self.masses.append(by_all)
+        return (x, *args[1:]), kwargs
 
     def _fed(self, _module: nn.Module, args: tuple, _kwargs: Any, out: torch.Tensor) -> torch.Tensor:
-        into, back = self.factors["feedforward"]
-        read = args[0] @ into.transpose(1, 2)
-        weighted = self.mass.mean(1).repeat_interleave(read.shape[-1] // self.slots, -1) * read
-        return out + (weighted @ back).to(out.dtype)
+        for mass, (into, back) in zip(self.masses, self._of_slots("feedforward"), strict=True):
+            out = add_fed(out, mass, args[0], into, back)
+        return out

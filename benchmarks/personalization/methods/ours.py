@@ -24,6 +24,7 @@ from benchmarks.personalization.methods.ours_options import Options
 from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, gathered, hooked, moved
 from benchmarks.personalization.runs import Run, Shares
 from tiny_engram.concept import Concept
+from tiny_engram.config import BLOCK
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.mount_names import ContextName
 from tiny_engram.pipelines.families import family_of
@@ -59,6 +60,8 @@ class Ours(Adapters):
         self.ema_decay, self.schedule, self.warmup, self.betas = options.ema, options.schedule, options.warmup, (0.9, options.beta2)
         self.shares = Shares(prior=options.prior, collage=options.collage)
         self.strength = 1.0
+        # what `states` found and read, and what that holds for; with the batch, so that its id is not another's
+        self._ahead: tuple[tuple[Any, ...], Rows, Places, Mapping[str, torch.Tensor]] | None = None
         self.positions = [len(base.word_ids(base.subject(run.subject).trigger)) for run in runs]
         self.width = base.width
         self.columns = (CONFIG.max_ngram - 1) * CONFIG.heads_at(base.width)
@@ -112,13 +115,29 @@ class Ours(Adapters):
 
     # -- the arithmetic ------------------------------------------------------------------------------------------------------
 
-    def _table(self, kinds: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
+    def _read(self) -> Mapping[str, torch.Tensor]:
+        """Rows by mount kind, as `held` has them, and the "maps", as they would be read from a file: all in one call of the quantiser."""
+        held = {kind: self.held("rows", kind) for kind in self.options.kinds}
+        if self.maps.ranks:
+            held["maps"] = self.maps.values_of
+        if not self.options.quantise:
+            return held
+        flat = [x.flatten(1) for x in held.values()]
+        read = fake_quantize(torch.cat(flat, 1).unflatten(1, (-1, BLOCK))).flatten(1)
+        parts = read.split([x.shape[1] for x in flat], 1)
+        return {name: part.view(x.shape) for (name, x), part in zip(held.items(), parts, strict=True)}
+
+    def _moment(self, rows: Rows) -> tuple[Any, ...]:
+        """What values that were read for a batch hold for: that batch, gradients or none, and parameters that nothing has changed."""
+        return id(rows), torch.is_grad_enabled(), *(x._version for x in (*self.parameters(), *self.buffers()))
+
+    def _table(self, kinds: Sequence[str], read: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
         """Rows, gains and biases of these mount kinds by (run, position, band), `[runs * positions * bands, values]`, and how many
         values each of the three takes."""
         bands = self.options.bands if kinds[0] in self.options.context else 1
         rows, gates = [], {"gain": [], "bias": []}
         for kind in kinds:
-            held = self.held("rows", kind).flatten(3).unflatten(1, (-1, bands))
+            held = read[kind].flatten(3).unflatten(1, (-1, bands))
             rows.append(held.permute(0, 3, 2, 1, 4).flatten(3))  # [runs, positions, bands, groups * kept * 32]
             for name, found in gates.items():
                 gate = self.held(name, kind).expand(-1, self.sets(kind), -1).unflatten(1, (-1, bands))
@@ -127,21 +146,29 @@ class Ours(Adapters):
         table = torch.cat([x for part in parts for x in part], -1).flatten(0, 2)
         return table, [sum(x.shape[-1] for x in part) for part in parts]
 
-    def _moved(self, here: torch.Tensor, places: Places, kinds: Sequence[str], band: torch.Tensor | None = None) -> torch.Tensor:
+    def _moved(
+        self,
+        here: torch.Tensor,
+        places: Places,
+        kinds: Sequence[str],
+        read: Mapping[str, torch.Tensor],
+        band: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """States `[N, width]` with what each group of these mount kinds adds, alone: `[groups of all kinds, N, width]`.
 
-        `band` int64 `[N]` says whose rows are read where timesteps differ; kinds are all at the cross-attentions, or one alone.
+        `read` is what `_read` gives; `band` int64 `[N]` says whose rows are read where timesteps differ; kinds are all at the
+        cross-attentions, or one alone.
         """
-        table, sizes = self._table(kinds)
+        table, sizes = self._table(kinds, read)
         index = places.run * max(self.positions) + places.position
         if band is not None:
             index = index * self.options.bands + band
         rows, gain, bias = gathered(table, index).split(sizes, -1)
         rows = rows.unflatten(1, (-1, self.kept, CONFIG.head_dim)).transpose(0, 1)
-        if self.options.quantise:
-            rows = fake_quantize(rows)
-        rho = torch.cat([self.get_buffer(f"rho_{kind}").expand(sizes[1] // len(kinds), -1) for kind in kinds])
-        scale = self.strength * rho[:, places.run]
+        rhos = [self.get_buffer(f"rho_{kind}").expand(sizes[1] // len(kinds), -1) for kind in kinds]
+        scale = (torch.cat(rhos) if len(rhos) > 1 else rhos[0])[:, places.run]
+        if self.strength != 1.0:
+            scale = self.strength * scale
         if self.options.norm == "plain":
             e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
             value = fixed_basis(e, width=self.width, seed=BASES[1])
@@ -154,11 +181,14 @@ class Ours(Adapters):
         """`spans.moved` with this method's basis; rows as they are read, `[mounts, N, kept, 32]`."""
         return moved(here, places, rows, gain, bias, scale, columns=self.columns)
 
-    def deep_changes(self, places: Places, kinds: Sequence[str]) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    def deep_changes(
+        self, places: Places, kinds: Sequence[str], read: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         """What these mounts do inside an encoder that runs the fired rows of a batch alone; for `spans.encoder_with`."""
+        values = self._read() if read is None else read
 
         def change(kind: str, states: torch.Tensor) -> torch.Tensor:
-            new = self._moved(states[places.within, places.time], places, (kind,))[0]
+            new = self._moved(states[places.within, places.time], places, (kind,), values)[0]
             return states.index_put((places.within, places.time), new)
 
         return {kind: lambda states, kind=kind: change(kind, states) for kind in kinds}
@@ -172,15 +202,23 @@ class Ours(Adapters):
         moved_here = self.options.deep or "span" in self.options.kinds
         if not rows.spans or self.strength == 0 or not moved_here:
             return states
-        places = self.places(rows)
+        places, read = self.places(rows), self._read()
+        # for `attached`, which comes next in a step
+        self._ahead = self._moment(rows), rows, places, read
         if self.options.deep:
-            new = encoder_with(base.text_encoder, rows.ids[places.rows], self.deep_changes(places, self.options.deep))
+            ids = rows.ids[places.rows]
+            if self.options.deep_local and torch.is_grad_enabled():
+                # nothing behind a trigger reaches it in an encoder that reads from left to right; few lengths, for graphs. What is
+                # drawn keeps the bits of the shipped pipeline, which reads all.
+                end = max(start + length for _, _, start, length in rows.spans)
+                ids = ids[:, : -(-end // 8) * 8]
+            new = encoder_with(base.text_encoder, ids, self.deep_changes(places, self.options.deep, read))
             if self.options.deep_local:
                 states = states.index_put((places.batch, places.time), new[places.within, places.time].to(states.dtype))
             else:
                 states = states.index_put((places.rows,), new.to(states.dtype))
         if "span" in self.options.kinds:
-            new = self._moved(states[places.batch, places.time], places, ("span",))[0]
+            new = self._moved(states[places.batch, places.time], places, ("span",), read)[0]
             states = states.index_put((places.batch, places.time), new)
         return states
 
@@ -188,15 +226,19 @@ class Ours(Adapters):
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
         kinds = self.options.context
         mapped = bool(self.maps.ranks)
+        ahead, self._ahead = self._ahead, None
         if not rows.spans or self.strength == 0 or not (kinds or mapped):
             yield
             return
-        extra = self.maps.hooks(base, rows, self.strength) if mapped else []
+        if ahead is not None and ahead[0] == self._moment(rows):
+            places, values = ahead[2:]
+        else:
+            places, values = self.places(rows), self._read()
+        extra = self.maps.hooks(base, rows, places, values["maps"], self.strength) if mapped else []
         if not kinds:
             with hooked(extra):
                 yield
             return
-        places = self.places(rows)
         here = states[places.batch, places.time]
         sets = [(kind, group) for kind in kinds for group in range(max(self.groups) + 1)]
         which = torch.arange(len(sets), device=here.device)[:, None]
@@ -208,7 +250,7 @@ class Ours(Adapters):
             if timestep is not None:
                 share = timestep.to(here.device).expand(len(rows.ids)) * self.options.bands / self._timesteps
                 band = share.long().clamp(max=self.options.bands - 1)[places.batch]
-            new = self._moved(here, places, kinds, band)
+            new = self._moved(here, places, kinds, values, band)
             # all at once: a copy for each projection on its own would be as many kernels, forth and back
             whole = states.expand(len(sets), -1, -1, -1).index_put((which, places.batch, places.time), new.to(states.dtype))
             now.update(zip(sets, whole.unbind(), strict=True))

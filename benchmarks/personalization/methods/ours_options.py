@@ -70,7 +70,7 @@ class Options:
     key_lock: bool = False
     deep_local: bool = True
     maps: str = "attention:1+feedforward:1"
-    map_rate: float = 0.3
+    map_rate: float = 0.4
     gate: str = "learned"
     gate_shared: bool = False
     gate_rate: float = 1.0
@@ -82,7 +82,7 @@ class Options:
     warmup: int = 0
     beta2: float = 0.95
     prior: int = 0
-    collage: int = 1
+    collage: int = 2
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
