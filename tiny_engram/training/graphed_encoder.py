@@ -73,8 +73,9 @@ def _capture(rest: _Function, sample: torch.Tensor) -> _Function:
 class _Graph:
     """A captured shape, and the pass that its activations belong to."""
 
-    def __init__(self, function: _Function) -> None:
-        self.function = function
+    def __init__(self, function: _Function, rest: _Function) -> None:
+        # A graph keeps no tensor alive that it reads from outside: `rest` holds the ids, whose memory would be another's.
+        self.function, self._rest = function, rest
         self._lease: Callable[[], _Lease | None] = lambda: None
 
     @property
@@ -182,7 +183,8 @@ class GraphedEncoder:
         dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         try:
             with torch.autocast(kind, dtype, enabled=on, cache_enabled=False):
-                self._graphs[key] = _Graph((self._capture or _capture)(self._rest(moved.shape[:2], moved.device), sample))
+                rest = self._rest(moved.shape[:2], moved.device)
+                self._graphs[key] = _Graph((self._capture or _capture)(rest, sample), rest)
         except Exception as error:
             self.failed = True
             reason = str(error).strip().partition("\n")[0]
