@@ -42,6 +42,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where pieces are kept (build/personalization, or -reduced)")
     parser.add_argument("--results", type=Path, help="the results file (benchmarks/results/personalization.json; with --reduced in --out)")
     parser.add_argument("--only", nargs="+", default=(), metavar="METHOD", help="only these methods")
+    parser.add_argument("--rate", nargs="+", default=(), metavar="METHOD=RATE", help="learning rates in place of the sweep's")
     parser.add_argument("--levers", type=Path, default=LEVERS, help='a JSON list of {"label", "options"}; default %(default)s')
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th piece, from the I-th: for several processes")
     parser.add_argument("--reduced", action="store_true", help="a few minutes on a CPU: three methods, two subjects, 120 steps")
@@ -61,6 +62,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError
     except ValueError:
         parser.error(f"--shard {args.shard}: expected I/N with I from 1 to N, such as 2/4")
+    try:
+        args.rate = {method: float(rate) for method, rate in (given.split("=") for given in args.rate)}
+        if not all(method in plan.RATES and 0 < rate < float("inf") for method, rate in args.rate.items()):
+            raise ValueError
+    except ValueError:
+        parser.error(f"--rate {args.rate}: expected a method and a number above 0, such as ours=0.014")
     return args
 
 
@@ -86,7 +93,7 @@ def rates_of(results: dict[str, Any], *, reduced: bool) -> dict[str, float]:
 def pieces_of(stage: str, bench: Bench, args: argparse.Namespace, results: dict[str, Any]) -> list[Piece]:
     """The pieces of one stage. Raises PlanError where something must be done before."""
     settings, names = settings_of(args), bench.names
-    rates = rates_of(results, reduced=args.reduced)
+    rates = rates_of(results, reduced=args.reduced) | args.rate
     if args.reduced:
         return plan.reduced(names, settings, rates, only=args.only)
     if stage == "base":

@@ -39,7 +39,7 @@ def count(value: float) -> str:
 
 
 def mebibytes(value: float) -> str:
-    return f"{value / 2**20:,.0f} MiB"
+    return f"{value / 2**20:,.1f} MiB"
 
 
 def change(value: float) -> str:

@@ -89,7 +89,7 @@ def draw_seconds(results: Results, path: Path) -> Path:
     figure, panels = _panels(2)
     for axes, (score, name) in zip(panels, NETWORKS.items(), strict=True):
         for label, look in looks(results).items():
-            step = results.cost(results.methods(STAGE)[label], "step_seconds")
+            step = results.step_seconds(results.methods(STAGE)[label])
             points = [(at * step, value) for at, value in results.curve(STAGE, label, score)]
             seconds = [at for at, _ in points]
             smaller = look | {"markersize": look["markersize"] * 0.7}

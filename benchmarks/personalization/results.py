@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.personalization.statistics import Estimate, at_step, estimate, pair_estimate, subject_means
@@ -133,6 +134,12 @@ class Results:
         if value is None:
             raise NotMeasured(f"stage costs has no {name} of {method}")
         return value
+
+    def step_seconds(self, method: str) -> float:
+        """Seconds of a training step: its ratio to the bare denoiser's step, which was timed in turn with it, times the median of the bare
+        step over all methods. A machine is not as fast in one minute as in the next. Raises NotMeasured where there is none."""
+        ratio = self.cost(method, "step_ratio")
+        return ratio * median(found["bare_seconds"] for found in self.data["costs"].values() if "bare_seconds" in found)
 
     def change(self, method: str) -> dict[str, float]:
         """The largest change on prompts without the trigger: of the states, the denoiser's prediction and the pictures. What the

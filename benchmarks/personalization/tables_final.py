@@ -13,12 +13,12 @@ from benchmarks.personalization.statistics import first_crossing
 STAGE = "final"
 # The level of the table about seconds: this share of what the best LoRA reaches at the main step.
 LEVEL = 0.95
-COSTS: dict[str, Callable[[float], str]] = {
-    "bytes": count,
-    "values": count,
-    "step_seconds": lambda seconds: f"{1000 * seconds:.1f} ms",
-    "step_ratio": lambda times: f"{times:.2f}",
-    "peak_bytes": mebibytes,
+COSTS: dict[str, Callable[[Results, str], str]] = {
+    "bytes": lambda results, method: count(results.cost(method, "bytes")),
+    "trainable values": lambda results, method: count(results.cost(method, "values")),
+    "step": lambda results, method: f"{1000 * results.step_seconds(method):.1f} ms",
+    "step / bare step": lambda results, method: f"{results.cost(method, 'step_ratio'):.2f}",
+    "peak memory": lambda results, method: mebibytes(results.cost(method, "peak_bytes")),
 }
 
 
@@ -87,11 +87,10 @@ def costs(results: Results) -> str:
     """Bytes, values, time, memory, and what prompts without the trigger feel."""
     rows = []
     for label, method in results.methods(STAGE).items():
-        row = [cell(lambda m=method, n=name, f=form: f(results.cost(m, n))) for name, form in COSTS.items()]
+        row = [cell(lambda m=method, f=figure: f(results, m)) for figure in COSTS.values()]
         moved = [cell(lambda m=method, k=kind: change(results.change(m)[k])) for kind in ("conditioning", "denoiser", "pictures")]
         rows.append([label, *row, *moved])
-    heads = ["bytes", "trainable values", "step", "step / bare step", "peak memory"]
-    return table(["method", *heads, "change of the states", "of the prediction", "of pictures (0..255)"], rows)
+    return table(["method", *COSTS, "change of the states", "of the prediction", "of pictures (0..255)"], rows)
 
 
 def differences(results: Results) -> str:
@@ -122,11 +121,11 @@ def contexts(results: Results) -> str:
 
 def wall_time(results: Results) -> str:
     """Scores after the time that ours takes for its main step."""
-    budget = results.main * results.cost(OURS, "step_seconds")
+    budget = results.main * results.step_seconds(OURS)
     rows = []
     for label, method in results.methods(STAGE).items():
         last = results.checkpoints(STAGE, label)[-1]
-        step = min(budget / results.cost(method, "step_seconds"), last)
+        step = min(budget / results.step_seconds(method), last)
         scores = [ranged(results.at(STAGE, label, score, step)) for score in ("effnet_best", "lpips_best", "prompt")]
         rows.append([label, f"{step:.0f}" + (" (all that were trained)" if step == last else ""), *scores])
     heads = ["concept fidelity, EfficientNet", "concept fidelity, SqueezeNet", "prompt fidelity"]
@@ -146,7 +145,7 @@ def seconds(results: Results) -> str:
             rows.append([label, f"not in {steps[-1]}", "not reached"])
             continue
         early = "<= " if step == steps[0] else ""
-        taken = cell(lambda m=method, s=step: f"{s * results.cost(m, 'step_seconds'):.1f} s")
+        taken = cell(lambda m=method, s=step: f"{s * results.step_seconds(m):.1f} s")
         rows.append([label, f"{early}{step:.0f}", f"{early}{taken}"])
     text = table(["method", "steps", "seconds"], rows)
     return f"{text}\nThe level is {level:.3f} (EfficientNet, best reference): {LEVEL:.0%} of what {best} reaches at step {results.main}.\n"

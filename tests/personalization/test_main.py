@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.personalization import __main__ as command
 from benchmarks.personalization import plan
-from benchmarks.personalization.__main__ import Clock, arguments, main, rates_of, settings_of
-from benchmarks.personalization.pieces import estimate
+from benchmarks.personalization.__main__ import Clock, arguments, main, pieces_of, rates_of, settings_of
+from benchmarks.personalization.pieces import Bench, estimate
 from benchmarks.personalization.store import Pictures, PieceFile
 
 TINY = ["--reduced", "--steps", "2", "--batch", "1", "--samples", "1", "--pair", "1", "--choices", "2", "--drawing-steps", "1"]
@@ -81,9 +81,16 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         assert main(words) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and says in err, err
-    for words in (["--shard", "3/2"], ["--shard", "x"], ["nosuch"]):
+    for words in (["--shard", "3/2"], ["--shard", "x"], ["nosuch"], ["--rate", "ours"], ["--rate", "ours=0"], ["--rate", "nosuch=1"]):
         with pytest.raises(SystemExit):
             arguments(words)
+
+
+def test_a_rate_may_be_given():
+    bench = Bench("cpu")
+    args = arguments(["final", "--only", "ours", "--rate", "ours=0.25"])
+    (piece,) = pieces_of("final", bench, args, {"rates": {"ours": {"rate": 0.5}}, "best_lora": "lora-unet-r8"})
+    assert {run.learning_rate for run in piece.runs} == {0.25}
 
 
 def test_settings_of_trials_are_other_settings():
