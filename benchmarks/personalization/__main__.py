@@ -63,11 +63,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--shard {args.shard}: expected I/N with I from 1 to N, such as 2/4")
     try:
-        args.rate = {method: float(rate) for method, rate in (given.split("=") for given in args.rate)}
-        if not all(method in plan.RATES and 0 < rate < float("inf") for method, rate in args.rate.items()):
+        rates = {method: float(rate) for method, rate in (given.split("=") for given in args.rate)}
+        if not all(method in plan.RATES and 0 < rate < float("inf") for method, rate in rates.items()):
             raise ValueError
     except ValueError:
-        parser.error(f"--rate {args.rate}: expected a method and a number above 0, such as ours=0.014")
+        parser.error(f"--rate {' '.join(args.rate)}: expected methods of the comparison and numbers above 0, such as ours=0.014")
+    args.rate = rates
     return args
 
 

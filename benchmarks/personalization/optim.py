@@ -73,6 +73,10 @@ class StackedAdamW:
             p.grad = self._gradient[:, at : at + size].view(p.shape)
             at += size
 
+    def _changed(self) -> None:
+        """Let the parameters say that their values were written: through the matrix that holds them, they would not notice."""
+        torch.autograd.graph.increment_version(self._parameters.values())
+
     def zero(self) -> None:
         """Forget the gradients."""
         self._gradient.zero_()
@@ -96,6 +100,7 @@ class StackedAdamW:
         self._second.mul_(beta2).addcmul_(self._gradient, self._gradient, value=1 - beta2)
         width = (self._second.sqrt() / math.sqrt(1 - beta2**count)).add_(_EPS)
         self._values.addcmul_(self._first / width, rates / (1 - beta1**count), value=-1)
+        self._changed()
         if self._average is not None:
             # early steps count more, so that it forgets where it began
             decay = min(method.ema_decay, (1 + self.done) / (10 + self.done))
@@ -110,15 +115,18 @@ class StackedAdamW:
             return
         trained = self._values.clone()
         self._values.copy_(self._average)
+        self._changed()
         try:
             yield
         finally:
             self._values.copy_(trained)
+            self._changed()
 
     def finish(self) -> None:
         """Leave in the parameters what would be saved, and let go of gradients and moments."""
         if self._average is not None:
             self._values.copy_(self._average)
+            self._changed()
         for p in self._parameters.values():
             p.grad = None
             p.data = p.data.clone()

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.personalization.methods import ours as module
 from benchmarks.personalization.methods.ours import Ours
+from benchmarks.personalization.optim import StackedAdamW
 
 
 @pytest.fixture
@@ -47,3 +48,16 @@ def test_what_changed_meanwhile_is_read_anew(base, step):
         made.rows["value"] += 1.0
     changed = predict(states)
     assert not torch.equal(changed, first) and torch.equal(changed, predict(states))
+
+
+def test_a_step_of_the_optimiser_is_a_change(base, step):
+    made, rows, predict = step
+    optimizer = StackedAdamW(made, 1)
+    states = made.states(base, rows).detach()
+    with torch.no_grad():
+        for p in made.parameters():
+            assert p.grad is not None
+            p.grad.fill_(1.0)
+    optimizer.step()
+    changed = predict(states)
+    assert torch.equal(changed, predict(states))

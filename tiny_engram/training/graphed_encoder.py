@@ -54,20 +54,23 @@ def _capture(rest: _Function, sample: torch.Tensor) -> _Function:
         made = rest(sample)
         torch.autograd.grad(made, sample, torch.zeros_like(made))
 
-    stream, before = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            torch.cuda.set_sync_debug_mode("default")
-            once()
-            # What waits for the device (`.item()`, a mask made on the host) cannot be captured: found here, no capture is left half done.
-            torch.cuda.set_sync_debug_mode("error")
-            once()
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.current_stream().wait_stream(stream)
-        return torch.cuda.make_graphed_callables(rest, (sample,))  # pyright: ignore[reportReturnType, reportArgumentType]
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    # of the sample's device, which need not be the current one: a stream of another would capture nothing
+    with torch.cuda.device(sample.device):
+        stream, before = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                torch.cuda.set_sync_debug_mode("default")
+                once()
+                # What waits for the device (`.item()`, a mask made on the host) cannot be captured: found here, no capture is left half
+                # done.
+                torch.cuda.set_sync_debug_mode("error")
+                once()
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.current_stream().wait_stream(stream)
+            return torch.cuda.make_graphed_callables(rest, (sample,))  # pyright: ignore[reportReturnType, reportArgumentType]
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 class _Graph:
@@ -105,10 +108,10 @@ class _Structure:
         return all(named.get(name) is x for named, name, x in self._held)
 
     def signature(self) -> tuple[int, ...] | None:
-        """The number of hooks and where the weights lie; None where a weight asks for a gradient."""
+        """The hooks' numbers and where the weights lie; None where a weight asks for a gradient."""
         if any(p.requires_grad for p in self.weights):
             return None
-        return sum(map(len, self._hooks)), *(p.data_ptr() for p in self.weights)
+        return *(number for hooks in self._hooks for number in hooks), -1, *(p.data_ptr() for p in self.weights)
 
 
 class GraphedEncoder:

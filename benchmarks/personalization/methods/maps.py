@@ -78,7 +78,8 @@ class Maps(nn.Module):
         return self.parts(self.values_of) if self.shapes else {}
 
     def _of(self, values: torch.Tensor, run: torch.Tensor, strength: float) -> dict[str, torch.Tensor]:
-        """`[batch, slots * rank, channels]` of each row's runs, out of values `[runs, values]`; zeros for a run of -1."""
+        """`[batch, slots * rank, channels]` of each row's runs, out of values `[runs, values]`. Beside
+        other slots, a run of -1 reads zeros; alone, anything: nothing fires there, and what is read is weighed by 0."""
         several = run.shape[1] > 1
         own = gathered(values, (run.clamp(min=0) if several else run).flatten()).unflatten(0, run.shape)
         if several:
