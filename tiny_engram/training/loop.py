@@ -26,7 +26,7 @@ from tiny_engram.files import check_writable
 from tiny_engram.maps import GivenMaps
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
-from tiny_engram.training.checkpoint import find_checkpoint, save_checkpoint
+from tiny_engram.training.checkpoint import PREFIX, find_checkpoint, save_checkpoint
 from tiny_engram.training.class_word import start_at_word
 from tiny_engram.training.collages import draw_collages
 from tiny_engram.training.config import TrainConfig
@@ -160,7 +160,7 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
 
     Args:
         pipe: a pipeline that `attach` knows; its own adapter is used if it has one. Nothing of it is changed.
-        on_step: called after each optimiser step with (steps done, loss).
+        on_step: called after each optimiser step with (steps done, loss). KeyboardInterrupt raised by it stops the run there.
 
     Raises:
         TinyEngramError: bad pictures or captions, a trigger that cannot be registered or is taken, no permission to write.
@@ -257,8 +257,11 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     run = Run(module, optimizer.optimizer, accelerator.scaler)
     contexts = adapter.contexts[role]
     validator = Validator(adapter, config, output / "validation")
+    written: int | None = None
     if folder is not None:
         resume(run, folder, config)
+        if folder.resolve() == (output / f"{PREFIX}{run.step}").resolve():
+            written = run.step
     started = time.perf_counter()
     # after all that can be refused at once: it may draw for a minute
     data = _prepare(pipe, adapter, start, config, examples, shown)
@@ -272,10 +275,13 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
         return {"mounts": list(config.mounts), "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
 
     def checkpoint() -> None:
-        if accelerator.is_main_process:
+        nonlocal written
+        # One that is there holds the same: writing it again would take it away for a moment, and a kill in it would lose the run.
+        if accelerator.is_main_process and run.step != written:
             tensors, state = run.whole
             made = run.concept(start, role, recipe())
             save_checkpoint(output, run.step, tensors, state | {"config": config.to_dict()}, made, limit=config.checkpoints_total_limit)
+            written = run.step
 
     bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)
     processes, rank = accelerator.num_processes, accelerator.process_index

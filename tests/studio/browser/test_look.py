@@ -1,0 +1,72 @@
+"""How every tab looks, at three widths, light and dark, and what the keyboard reaches.
+
+What the console says is seen to by the fixture `window`.
+"""
+
+import pytest
+from playwright.sync_api import expect
+
+TABS = ("Register", "Teach", "Create", "Library")
+# All that the keyboard should reach in the tab that is open: radio buttons are one stop a group, as browsers have it.
+CONTROLS = """() => {
+  const found = [...document.querySelectorAll(
+    'a[href], button, input, textarea, select, summary, [tabindex="0"]')].filter((e) =>
+      e.checkVisibility({checkOpacity: true, checkVisibilityCSS: true}) && !e.disabled && e.tabIndex >= 0
+      && !(e.type === 'radio' && !e.checked) && !(e.type === 'file'));
+  found.forEach((e, k) => e.dataset.stop = k);
+  return found.map((e) => e.outerHTML.slice(0, 160));
+}"""
+FOCUSED = """() => {
+  const e = document.activeElement, style = getComputedStyle(e), block = getComputedStyle(e.closest('label, .block') || e);
+  const ring = (style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0) || style.boxShadow !== 'none'
+    || block.boxShadow !== 'none' || (block.outlineStyle !== 'none' && parseFloat(block.outlineWidth) > 0);
+  return [e.dataset.stop ?? null, ring, e.outerHTML.slice(0, 160)];
+}"""
+
+
+def fill(seen, tab: str) -> None:
+    """Bring a tab into the state in which it shows most."""
+    if tab == "Register":
+        seen.type("register-trigger", "zorblax")
+        expect(seen.find("#register-report")).to_contain_text("<img src=x")
+    elif tab == "Create":
+        seen.type("create-prompt", "a zorblax and a quibble on a beach")
+        seen.find("#create-history .tc-thumb").first.click()
+        expect(seen.find("#create-stage figure").first).to_be_visible()
+    elif tab == "Library":
+        seen.find("#library-cards .tl-open").first.click()
+        expect(seen.find("#library-title .tl-title")).to_be_visible()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_every_tab_looks_right(furnished, window, looks, width, dark):
+    seen = window(furnished, width=width, dark=dark)
+    wrong = {}
+    for tab in TABS:
+        seen.tab(tab)
+        fill(seen, tab)
+        seen.keep(f"{tab.lower()}-{width}-{'dark' if dark else 'light'}")
+        wrong[tab] = looks(seen)
+    assert not any(wrong.values()), "\n".join(f"{tab}: {line}" for tab, lines in wrong.items() for line in lines)
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_the_keyboard_reaches_every_control_and_shows_where_it_is(furnished, window, tab):
+    seen = window(furnished)
+    seen.tab(tab)
+    fill(seen, tab)
+    wanted = dict(enumerate(seen.page.evaluate(CONTROLS)))
+    seen.page.evaluate("() => { document.activeElement.blur(); window.scrollTo(0, 0); }")
+    bare = set()
+    for _ in range(len(wanted) + 20):
+        seen.page.keyboard.press("Tab")
+        stop, ring, html = seen.page.evaluate(FOCUSED)
+        if stop is not None:
+            wanted.pop(int(stop), None)
+            if not ring:
+                bare.add(html)
+        if not wanted:
+            break
+    assert not wanted, "\n".join(wanted.values())
+    assert not bare, "\n".join(bare)

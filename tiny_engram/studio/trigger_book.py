@@ -1,0 +1,214 @@
+"""Every trigger that the library holds, as each encoder sees it: what answers while a user types.
+
+A drawing keeps the pipeline busy for seconds, and a tokenizer that two threads use at once fails. So the book has tokenizers of its own and
+touches nothing else of the pipeline: what it says need not wait in the engine's queue. May import errors and the concept machinery.
+"""
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tiny_engram.boundaries import EdgeTables
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.explanation import PromptExplanation, explain_prompt
+from tiny_engram.matching import TriggerIndex
+from tiny_engram.tokenizer import CompressedTokenizer
+from tiny_engram.triggers import CompiledTrigger, compile_trigger, encode_with_offsets
+
+__all__ = ["Known", "TriggerBook", "Voice", "plain_text"]
+
+IDLE, DRAFT = "not loaded; load it in the Library", "a draft: nothing was taught yet"
+SWITCHED_OFF = "strength is 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """One encoder's vocabulary: a tokenizer of the book's own, and the tables made of it."""
+
+    tokenizer: Any
+    edges: EdgeTables
+    compressed: CompressedTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A concept or draft of the library, its trigger compiled by role."""
+
+    id: str
+    name: str
+    trigger: str
+    aliases: tuple[str, ...]
+    draft: bool
+    compiled: Mapping[str, CompiledTrigger]
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return (self.trigger, *self.aliases)
+
+
+def plain_text(text: str) -> str:
+    """Lower case, white space collapsed: the form in which spellings are looked for in texts."""
+    return " ".join(text.lower().split())
+
+
+class TriggerBook:
+    """The library's triggers, kept up to date with `library.version`. Thread-safe.
+
+    Attributes:
+        voices: role -> Voice.
+    """
+
+    def __init__(self, mounts: Mapping[str, Any], library: Any) -> None:
+        self.voices: Mapping[str, Voice] = MappingProxyType(
+            {role: Voice(copy.deepcopy(mount.tokenizer), mount.store.index.edges, mount.store.compressed) for role, mount in mounts.items()}
+        )
+        self._library = library
+        self._lock = threading.RLock()
+        self._version: object = None
+        self._known: Mapping[str, Known] = MappingProxyType({})
+        self._plain: dict[str, list[str]] = {}
+        self._owners: dict[str, dict[tuple[int, ...], list[str]]] = {}
+        self._lengths: dict[str, dict[int, set[int]]] = {}
+
+    # -- what there is -------------------------------------------------------------------------------------------------------
+
+    def compile(self, trigger: str, aliases: Sequence[str] = ()) -> dict[str, CompiledTrigger]:
+        """As the adapter's. Raises TriggerError for one that cannot be registered."""
+        with self._lock:
+            return {
+                role: compile_trigger(trigger, voice.tokenizer, aliases, compressed=voice.compressed) for role, voice in self.voices.items()
+            }
+
+    def encode(self, role: str, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text, begin and end included, and the characters of each; not truncated."""
+        with self._lock:
+            ((ids, offsets),) = encode_with_offsets(self.voices[role].tokenizer, [text], special=special)
+            return ids, offsets
+
+    def known(self) -> Mapping[str, Known]:
+        """All concepts and drafts whose triggers this base can take, by id. The first call compiles them all (about 3 ms each)."""
+        with self._lock:
+            version = self._library.version
+            if version != self._version:
+                self._refresh()
+                self._version = version
+            return self._known
+
+    def _refresh(self) -> None:
+        """Read the library's cards; only triggers that are new are compiled."""
+        found: dict[str, Known] = {}
+        for card in self._cards():
+            old = self._known.get(card.id)
+            if old is not None and (old.trigger, old.aliases) == (card.trigger, card.aliases):
+                compiled = old.compiled
+            else:
+                try:
+                    compiled = self.compile(card.trigger, card.aliases)
+                except TinyEngramError:
+                    continue  # made for another base: nothing of it can fire here
+            found[card.id] = Known(card.id, card.name, card.trigger, card.aliases, card.draft, compiled)
+        self._known = MappingProxyType(found)
+        self._plain, self._owners, self._lengths = {}, {role: {} for role in self.voices}, {role: {} for role in self.voices}
+        for known in found.values():
+            for spelling in known.spellings:
+                self._plain.setdefault(plain_text(spelling), []).append(known.id)
+            for role, compiled in known.compiled.items():
+                for variant in compiled.variants:
+                    self._owners[role].setdefault(variant.ids, []).append(known.id)
+                    self._lengths[role].setdefault(variant.ids[0], set()).add(len(variant.ids))
+
+    def _cards(self) -> list[Any]:
+        """Concepts that can be read, and drafts."""
+        return [card for card in self._library.cards() if card.error is None and card.trigger]
+
+    # -- what stands in a text -----------------------------------------------------------------------------------------------
+
+    def owners(self, compiled: Mapping[str, CompiledTrigger]) -> dict[str, str]:
+        """Concepts and drafts that have one of these token sequences already: id -> the spelling in question."""
+        with self._lock:
+            self.known()
+            return {
+                owner: variant.text
+                for role, trigger in compiled.items()
+                for variant in trigger.variants
+                for owner in self._owners[role].get(variant.ids, ())
+            }
+
+    def seen(self, text: str) -> list[str]:
+        """Ids of all concepts and drafts that an explanation of this text could name: by token ids or by spelling, in any case."""
+        with self._lock:
+            known = self.known()
+            plain = plain_text(text)
+            found = {owner for spelling, owners in self._plain.items() if spelling in plain for owner in owners}
+            for role in self.voices:
+                ids, _ = self.encode(role, text)
+                owners, lengths = self._owners[role], self._lengths[role]
+                for start, first in enumerate(ids):
+                    for length in lengths.get(first, ()):
+                        found.update(owners.get(tuple(ids[start : start + length]), ()))
+            return [each for each in known if each in found]
+
+    def explain(
+        self, prompt: str, negative_prompt: str | None, strengths: Mapping[str, float], *, loaded: Sequence[str] = ()
+    ) -> tuple[PromptExplanation, ...]:
+        """As the adapter's `explain` with these concepts at these strengths; names are ids of the library.
+
+        Concepts and drafts outside `strengths` that stand in a text are listed as unfired; `loaded` ones differ in the reason.
+        """
+        with self._lock:
+            known = self.known()
+            found: list[PromptExplanation] = []
+            for text, negative in [(prompt, False), *([(negative_prompt, True)] if negative_prompt else [])]:
+                seen = self.seen(text)
+                active = [each for each in seen if strengths.get(each, 0.0) != 0.0]
+                off = [each for each in seen if each not in active]
+                found += [self._explain(role, text, negative, active, off, strengths, known, loaded) for role in self.voices]
+            return tuple(found)
+
+    def _explain(
+        self,
+        role: str,
+        text: str,
+        negative: bool,
+        active: Sequence[str],
+        off: Sequence[str],
+        strengths: Mapping[str, float],
+        known: Mapping[str, Known],
+        loaded: Sequence[str],
+    ) -> PromptExplanation:
+        voice = self.voices[role]
+        index, taken = TriggerIndex(voice.edges), TriggerIndex(voice.edges)
+        firing: dict[str, float] = {}
+        silent: dict[str, tuple[CompiledTrigger, str]] = {}
+        for each in active:
+            compiled = known[each].compiled[role]
+            if not index.conflicts(compiled):
+                index.add(each, compiled)
+                taken.add(each, compiled)
+                firing[each] = strengths[each]
+        for each in off:
+            compiled = known[each].compiled[role]
+            # of several with one trigger, one is named: the one that fires, or the first
+            if not taken.conflicts(compiled):
+                taken.add(each, compiled)
+                reason = SWITCHED_OFF if each in strengths or each in loaded else DRAFT if known[each].draft else IDLE
+                silent[each] = (compiled, reason)
+        nothing = dict.fromkeys(firing, ())
+        explained = explain_prompt(
+            text,
+            role=role,
+            negative=negative,
+            tokenizer=voice.tokenizer,
+            index=index,
+            strengths=firing,
+            mounts=nothing,
+            maps=nothing,
+            silent=silent,
+        )
+        # of what is off only what would fire is worth a line: a library of a thousand has many near misses
+        unfired = tuple(u for u in explained.unfired if u.name not in silent or u.reason == silent[u.name][1])
+        return dataclasses.replace(explained, unfired=unfired)
