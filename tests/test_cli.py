@@ -174,7 +174,7 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         attention_rank=3,
         feedforward_rank=2,
         class_word="hot air balloon",
-        collages=2,
+        collages=3,
         companions=("hat", "sailing ship"),
         collage_pictures=3,
         rho=0.75,

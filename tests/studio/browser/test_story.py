@@ -71,8 +71,11 @@ def test_a_concept_from_its_trigger_to_its_file_and_back(app, window, repo_root,
     for label, value in (("Steps", "24"), ("Pictures a step", "1"), ("Sample every", "0")):
         page.locator("#teach-advanced").get_by_label(label).first.fill(value)
     expect(seen.find("#teach-time")).to_contain_text("second")
-    seen.click("teach-start")
+    seen.find("#teach-tray textarea").nth(1).fill(f"a toy {TRIGGER}")
+    seen.click("teach-start")  # at once: what was just typed is taught too
     seen.told("is in the queue")
+    (captions,) = app.folder.glob("jobs/*/**/metadata.jsonl")
+    assert "a toy " in captions.read_text()
 
     # a reload in the middle of it
     live = seen.find("#teach-live .tt-live")

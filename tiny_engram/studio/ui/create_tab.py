@@ -109,7 +109,7 @@ def build_create(studio: Studio) -> CreateTab:
                 sure = gr.Button("Delete for good", size="sm", variant="stop", elem_id="create-delete-sure", min_width=110)
                 keep = gr.Button("Keep it", size="sm", elem_id="create-delete-keep", min_width=110)
     with gr.Accordion("Why each trigger fires or not", open=False, elem_id="create-explain"):
-        explain, explained, explanation = build_explain(studio, "create", prompt, negative)
+        explain, explained, explanation = build_explain(studio, "create", prompt, negative, follows=False)
     with gr.Row(elem_classes="tc-heading"):
         gr.HTML('<h3 class="tc-label">History</h3>', js_on_load=None)
         upload = gr.UploadButton(
@@ -122,12 +122,12 @@ def build_create(studio: Studio) -> CreateTab:
 
     # -- while typing
 
-    def on_typing(prompt: str, shelf: Any) -> str:
-        return highlighted(studio, prompt, shelf)
+    def on_typing(prompt: str, negative: str, shelf: Any) -> tuple[str, str]:
+        """Both answers at once: two requests for a letter take twice as long."""
+        return highlighted(studio, prompt, shelf), explain(prompt, negative)
 
-    for changed in (prompt.change, shelf.change):
-        changed(handled(on_typing), [prompt, shelf], highlighting, **quick)
-    shelf.change(handled(explain), explained, explanation, **quick)
+    gr.on([prompt.change, shelf.change], handled(on_typing), [prompt, negative, shelf], [highlighting, explanation], **quick)
+    negative.change(handled(explain), explained, explanation, **quick)
 
     # -- the shelf
 

@@ -35,12 +35,12 @@ def marks(studio: Studio, prompt: str | None) -> str:
 
 
 def build_explain(
-    studio: Studio, place: str, prompt: gr.Textbox | None = None, negative: gr.Textbox | None = None
+    studio: Studio, place: str, prompt: gr.Textbox | None = None, negative: gr.Textbox | None = None, *, follows: bool = True
 ) -> tuple[Callable[..., Any], list[Any], gr.HTML]:
     """The panel, for the tab called `place`.
 
-    prompt, negative: text boxes of the tab that it follows; without them it has its own. Returns (fn, its inputs, its output), to bring it
-    up to date when something else has changed.
+    prompt, negative: text boxes of the tab that it follows; without them it has its own. follows: False where the tab does that itself, in
+    a request that each letter needs anyway. Returns (fn, its inputs, its output), to bring it up to date when something else has changed.
     """
     marked: list[Any] = []
     if prompt is None:
@@ -57,5 +57,6 @@ def build_explain(
         rows = explained(studio, text, negative_text)
         return (rows, marks(studio, text)) if marked else rows
 
-    gr.on([box.change for box in inputs], handled(answer), inputs, [shown, *marked], **quick)
+    if follows:
+        gr.on([box.change for box in inputs], handled(answer), inputs, [shown, *marked], **quick)
     return answer, inputs, shown

@@ -62,6 +62,9 @@ function check(area) {
   area.parentElement.querySelector('.tt-warn').hidden = !bad;
 }
 
+// For whoever asks at once, such as Start: an event that is on its way may come too late.
+function show() { element.dataset.typed = JSON.stringify({captions: typed, trigger: word()}); }
+
 // All that was typed since the server wrote the tray goes out each time: events may be joined, and the last one must have everything.
 function send() {
   clearTimeout(soon);
@@ -80,6 +83,7 @@ function settle() {
     if (area.value !== text) area.value = text;
     check(area);
   }
+  show();
 }
 
 element.addEventListener('click', (event) => {
@@ -98,6 +102,7 @@ element.addEventListener('input', (event) => {
   const area = event.target.closest('textarea[data-id]');
   if (!area) return;
   typed[area.dataset.id] = area.value;
+  show();
   check(area);
   clearTimeout(soon);
   soon = setTimeout(send, 300);

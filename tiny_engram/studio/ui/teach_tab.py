@@ -3,6 +3,7 @@
 All that is typed or dropped is in the tray on disk (`teach_tray`), all that runs in jobs/ (`teach_jobs`): a page that is loaded shows it.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,9 @@ from tiny_engram.studio.ui.teach_tray import Tray
 __all__ = ["TeachTab", "build_teach"]
 
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
+# What `teach.js` shows of the captions, in place of the second input.
+_LAST_TYPED = """(known, last, ...told) =>
+  [known, document.querySelector('#teach-tray[data-typed], #teach-tray [data-typed]')?.dataset.typed ?? '', ...told]"""
 SIDE = 512  # where a base does not say for which pictures it was made
 
 
@@ -240,11 +244,21 @@ def build_teach(studio: Studio) -> TeachTab:
     # not change: a page that is loaded fills them one after another
     gr.on([field.input for field in fields], handled(teach.setting), [preset, *fields], time, **queued)
 
-    def begin(known: Any, *told: Any) -> tuple[Any, ...]:
+    # captions that were typed a moment ago, straight from the page
+    last = gr.Textbox(label="Captions", visible=False)
+
+    def begin(known: Any, last: str | None, *told: Any) -> tuple[Any, ...]:
+        try:
+            typed = json.loads(last or "null")
+        except ValueError as error:
+            raise StudioError("the captions did not arrive whole; press Start again") from error
+        teach.keep_captions(typed)
         teach.start(*told)
         return jobs.look(known)
 
-    start.click(handled(begin), [jobs.known, *texts, preset, *fields], jobs.outputs, show_progress="hidden", **_PRIVATE)
+    start.click(
+        handled(begin), [jobs.known, last, *texts, preset, *fields], jobs.outputs, js=_LAST_TYPED, show_progress="hidden", **_PRIVATE
+    )
 
     def taught(finished: str, before: list[str] | None) -> tuple[Any, ...]:
         """A concept more in the library: it is in the way of its own trigger now, and the machine has been measured."""
