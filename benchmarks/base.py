@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "assets" / "recipe"), str(ROOT / "benchmarks")]
 from captions import ALONE, COLOURS, PAIR, fill  # noqa: E402
 from classifiers import CLASSIFIERS, Classifiers, autoencoded, labelled_windows, load_classifiers, verdicts  # noqa: E402
 from compose import BUILD, STYLES, Compositor, Layout, load_names, random_layout, reserved  # noqa: E402
-from tables import circumstances  # noqa: E402
+from tables import circumstances, keep  # noqa: E402
 from train_vae import evaluate as autoencoder_psnr  # noqa: E402
 
 BENCH = BUILD / "bench"
@@ -227,8 +227,7 @@ def main() -> None:
     )
     report = {"table": table(psnr, scores), "note": note, "autoencoder_psnr": psnr, "shares": scores}
     report |= circumstances("torch", "diffusers", "transformers", depends_on=("assets", "benchmarks"), accelerator=accelerator)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    keep(report, args.out)
 
 
 if __name__ == "__main__":

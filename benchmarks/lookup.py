@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
-from tables import RESULTS, ROOT, circumstances
+from tables import RESULTS, ROOT, circumstances, keep
 
 import tiny_engram
 from tiny_engram.boundaries import FREE
@@ -310,8 +310,7 @@ def main() -> None:
         "table": rows_of(figures),
         "figures": figures,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    keep(report, args.out)
     print(*(f"{r['measure']}: {r['figure']} {r['target']} {'' if r['met'] is None else r['met']}" for r in report["table"]), sep="\n")
 
 

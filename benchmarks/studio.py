@@ -30,7 +30,7 @@ from gradio_client import Client
 from lookup import made_up_words, need
 from PIL import Image
 from studio_app import browser, open_page, open_tab, running_app
-from tables import RESULTS, circumstances
+from tables import RESULTS, circumstances, keep
 
 import tiny_engram
 from tiny_engram.concept import Concept
@@ -381,8 +381,7 @@ def main() -> None:
         "table": rows_of(figures),
         "figures": figures,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    keep(report, args.out)
     print(*(f"{r['measure']}: {r['figure']} {r['target']} {'' if r['met'] is None else r['met']}" for r in report["table"]), sep="\n")
 
 

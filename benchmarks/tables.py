@@ -51,6 +51,12 @@ def circumstances(*packages: str, depends_on: Sequence[str] = (".",), accelerato
     return {"commit": commit, "machine": machine, "versions": versions}
 
 
+def keep(report: dict[str, Any], path: Path) -> None:
+    """Write a benchmark's report, as `load` reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ""

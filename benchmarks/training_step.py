@@ -12,7 +12,6 @@ the concept serves from its file what was trained, and lowers the denoiser's err
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import RESULTS, ROOT, circumstances
+from tables import RESULTS, ROOT, circumstances, keep
 
 import tiny_engram
 from tiny_engram.pipelines.loaders import load_pipeline
@@ -165,8 +164,7 @@ def main() -> None:
         "figures": {"bare_seconds": bare, "step_seconds": steps, "ratio": ratios, "pairs": timed, "peak_bytes": peaks},
     }
     report["table"] = [{key: row[key] for key in ("measure", "figure", "target", "met")} for row in report["table"]]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    keep(report, args.out)
     print(*(f"{row['measure']}: {row['figure']} {row['target']}" for row in report["table"]), sep="\n")
 
 

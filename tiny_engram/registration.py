@@ -120,24 +120,23 @@ def words_around(trigger: str, tokenizer: Any) -> list[str]:
     return sorted(found - {lowered, lowered + "s"}, key=lambda w: (len(w), w))[:MOST_WORDS]
 
 
+def near_miss(word: str, ids: list[int], compiled: CompiledTrigger, index: TriggerIndex) -> NearMiss:
+    """Whether a word calls the trigger, and why: `ids` are those of a prompt with the word, `index` holds the trigger alone."""
+    if len(index.match([ids])):
+        # "trigger's" and "re-trigger" hold the trigger as a word of its own.
+        inside = re.search(rf"(?<!\w){re.escape(compiled.text)}(?!\w)", word, re.IGNORECASE)
+        return NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids")
+    blocked = index.near([ids])
+    return NearMiss(word, False, REASONS[blocked[0].code] if blocked else "has other token ids")
+
+
 def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) -> list[NearMiss]:
     """Close spellings and words that hold the trigger, each really matched in a prompt."""
     index = TriggerIndex(store.index.edges)
     index.add("trigger", compiled)
-    found: list[NearMiss] = []
     known = {s.lower() for s in compiled.spellings}
-    for word in [*close_spellings(compiled.text), *words_around(compiled.text, tokenizer)]:
-        if word.lower() in known:
-            continue
-        ids = [tokenizer(f"a photo of {word} on a table", add_special_tokens=True).input_ids]
-        blocked = index.near(ids)
-        if len(index.match(ids)):
-            # "trigger's" and "re-trigger" hold the trigger as a word of its own.
-            inside = re.search(rf"(?<!\w){re.escape(compiled.text)}(?!\w)", word, re.IGNORECASE)
-            found.append(NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids"))
-        else:
-            found.append(NearMiss(word, False, REASONS[blocked[0].code] if blocked else "has other token ids"))
-    return found
+    words = [w for w in [*close_spellings(compiled.text), *words_around(compiled.text, tokenizer)] if w.lower() not in known]
+    return [near_miss(w, tokenizer(f"a photo of {w} on a table", add_special_tokens=True).input_ids, compiled, index) for w in words]
 
 
 def report_role(

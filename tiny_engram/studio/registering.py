@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tiny_engram.boundaries import REASONS, WORD_END, backend_of
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import TriggerIndex
-from tiny_engram.registration import MOST_WORDS, NearMiss, close_spellings
+from tiny_engram.registration import MOST_WORDS, NearMiss, close_spellings, near_miss
 from tiny_engram.studio.errors import StudioError
 from tiny_engram.studio.trigger_book import TriggerBook, plain_text
 from tiny_engram.triggers import COMMON_WORDS, CompiledTrigger, text_window
@@ -194,12 +194,7 @@ class Registrar:
                 if word.lower() in known or word in found:
                     continue
                 ids, _ = self._book.encode(role, f"a photo of {word} on a table")
-                if len(index.match([ids])):
-                    inside = re.search(rf"(?<!\w){re.escape(each.text)}(?!\w)", word, re.IGNORECASE)
-                    found[word] = NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids")
-                else:
-                    blocked = index.near([ids])
-                    found[word] = NearMiss(word, False, REASONS[blocked[0].code] if blocked else "has other token ids")
+                found[word] = near_miss(word, ids, each, index)
         return list(found.values())
 
     def _words_around(self, role: str, trigger: str) -> list[str]:
