@@ -263,7 +263,10 @@ class Ways:
 
 
 def measure_pictures(ways: Ways, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians and their ratios; the ways take turns, in another order each round, and every picture is compared."""
+    """Medians, and the median over the rounds of each round's ratio: a machine that warms or slows does so for all ways of a round.
+
+    The ways take turns, in another order each round, and every picture is compared.
+    """
     prompts = {"no trigger": "a 3d cat on a blue background", "one trigger": f"a 3d {ways.trigger} on a blue background"}
     calls: dict[str, Callable[[str, int], tuple[float, np.ndarray]]] = {
         "plain": ways.plain,
@@ -285,12 +288,15 @@ def measure_pictures(ways: Ways, rounds: int) -> dict[str, dict[str, float]]:
                     took[kind, name].append(drawn[name][0])
     found = {}
     for kind in prompts:
-        medians = {name: statistics.median(took[kind, name]) for name in calls}
+
+        def ratio(name: str, against: str, kind: str = kind) -> float:
+            return statistics.median(mine / theirs for mine, theirs in zip(took[kind, name], took[kind, against], strict=True))
+
         # the plain call is of the same prompt with the same concepts
-        against = medians["plain" if kind == "no trigger" else "adapter"]
-        found[kind] = {f"{name}_seconds": value for name, value in medians.items()}
-        found[kind] |= {f"{name}_ratio": medians[name] / against for name in ("engine", "api", "page")}
-        found[kind]["adapter_over_plain"] = medians["adapter"] / medians["plain"]
+        against = "plain" if kind == "no trigger" else "adapter"
+        found[kind] = {f"{name}_seconds": statistics.median(took[kind, name]) for name in calls}
+        found[kind] |= {f"{name}_ratio": ratio(name, against) for name in ("engine", "api", "page")}
+        found[kind]["adapter_over_plain"] = ratio("adapter", "plain")
     return found
 
 
@@ -368,7 +374,7 @@ def main() -> None:
     parser.add_argument("--concepts", type=int, default=CONCEPTS, help="concepts in the library")
     parser.add_argument("--starts", type=int, default=5, help="starts of the app")
     parser.add_argument("--keys", type=int, default=50, help="keys pressed in each text box")
-    parser.add_argument("--rounds", type=int, default=15, help="pictures of each kind, each way")
+    parser.add_argument("--rounds", type=int, default=21, help="pictures of each kind, each way")
     parser.add_argument("--out", type=Path, default=RESULTS / "studio.json")
     args = parser.parse_args()
     figures = measure(args.concepts, args.starts, args.keys, args.rounds)
@@ -377,7 +383,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "note": f"App and Chromium on one machine. Concepts of the default recipe, {ON_SHELF} of them in use; {args.keys} keys, each timed "
         "by the browser up to the frame that shows the answer. Pictures of 25 steps with guidance 4 at 128x128 on the embedded base: the "
-        "ways take turns, ratio of medians; the plain call with a trigger is of a pipeline with the concept loaded.",
+        "ways take turns, median of the rounds' ratios; the plain call with a trigger is of a pipeline with the concept loaded.",
         "table": rows_of(figures),
         "figures": figures,
     }
