@@ -89,14 +89,14 @@ def report(model: Report) -> str:
         reason = f'<span class="te-soft">{escape(place.reason)}</span>' if place.reason else ""
         places.append(f"<li>{_verdict(place.fires)}<span>{text}</span>{reason}</li>")
     parts.append(f'<section><h3>Where it fires</h3><ul class="te-lines">{"".join(places)}</ul></section>')
-    misses = sorted(model.misses, key=lambda miss: not miss.fires)
-    rows = []
-    for miss in misses:
-        signs = [name for sign, name in _LOOK_ALIKE.items() if sign in miss.text]
-        why = escape(", ".join([miss.reason, *signs]))
-        rows.append(f'<li>{_verdict(miss.fires)}<span class="te-word">{escape(miss.text)}</span><span class="te-soft">{why}</span></li>')
-    if rows:
-        parts.append(f'<section><h3>Near misses</h3><ul class="te-lines">{"".join(rows)}</ul></section>')
+    for fires, title in ((True, "Other spellings that call it"), (False, "Near misses")):
+        rows = []
+        for miss in (each for each in model.misses if each.fires is fires):
+            signs = [name for sign, name in _LOOK_ALIKE.items() if sign in miss.text]
+            why = escape(", ".join([miss.reason, *signs]))
+            rows.append(f'<li>{_verdict(fires)}<span class="te-word">{escape(miss.text)}</span><span class="te-soft">{why}</span></li>')
+        if rows:
+            parts.append(f'<section><h3>{title}</h3><ul class="te-lines">{"".join(rows)}</ul></section>')
     return wrap(*parts)
 
 

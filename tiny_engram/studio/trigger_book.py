@@ -21,7 +21,7 @@ from tiny_engram.triggers import CompiledTrigger, compile_trigger, encode_with_o
 
 __all__ = ["Known", "TriggerBook", "Voice", "plain_text"]
 
-IDLE, DRAFT = "not loaded; load it in the Library", "a draft: nothing was taught yet"
+IDLE, DRAFT = "not in use; press Use on its card in the Library", "a draft: nothing was taught yet"
 SWITCHED_OFF = "strength is 0"
 
 
