@@ -1,11 +1,8 @@
 """The whole app, killed in the middle of a save and of teaching, and started again: nothing that was finished is lost, the job goes on."""
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,33 +18,25 @@ from tiny_engram.studio.library import Library
 from tiny_engram.studio.worker import process_started
 from tiny_engram.studio.workspace import Workspace, read_json
 
-HERE = Path(__file__).resolve().parent
-
 
 @pytest.fixture
-def app(tmp_path, saved_pipe):
-    """app() starts the app on tmp_path/home at one port and returns its process once it answers; none outlives the test."""
+def app(tmp_path, saved_pipe, forked):
+    """app() starts the app on tmp_path/home at one port and returns it once it answers; none outlives the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started: list[subprocess.Popen[str]] = []
-    options = ["--data_dir", str(tmp_path / "home"), "--port", str(port), "--model", str(saved_pipe), "--device", "cpu"]
+    started = []
+    home = tmp_path / "home"
 
-    def start() -> subprocess.Popen[str]:
-        log = (tmp_path / "log").open("a")
-        command = [sys.executable, str(HERE / "killed_app.py"), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        log.close()
-        started.append(process)
-        assert process.stdout is not None
-        assert f"http://127.0.0.1:{port}" in process.stdout.readline(), (tmp_path / "log").read_text()
-        return process
+    def start():
+        options = ["--data_dir", str(home), "--model", str(saved_pipe), "--device", "cpu"]
+        started.append(forked.app(*options, port=port, log=tmp_path / f"log-{len(started)}", dies=home))
+        started[-1].wait()
+        return started[-1]
 
-    start.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for each in started:
+        each.kill()
 
 
 @contextlib.contextmanager
@@ -88,7 +77,7 @@ def test_killed_in_the_middle_of_a_save_and_of_teaching(app, tmp_path, tiny, sav
     drawing = {"prompt": "a zed-quack", "steps": 1, "api_name": "/generate"}
 
     process = app()
-    with client_of(app.url, tmp_path / "client") as client:
+    with client_of(process.url, tmp_path / "client") as client:
         *_, kept = client.predict(**drawing)
         job = client.predict(
             [handle_file(str(each.path)) for each in taught],
@@ -101,13 +90,13 @@ def test_killed_in_the_middle_of_a_save_and_of_teaching(app, tmp_path, tiny, sav
         worker = read_json(home / "jobs" / job / "process.json")["pid"]
         (home / "KILL").touch()
         client.submit(**drawing)  # nobody waits for it
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.ended(30) == -signal.SIGKILL
         assert list((home / "gallery").glob(".*.tmp")), "it was in the middle of it"
         assert ended(worker), "teaching ends with the app"
         (home / "KILL").unlink()
 
     process = app()  # at the same port
-    with client_of(app.url, tmp_path / "client") as client:
+    with client_of(process.url, tmp_path / "client") as client:
         [card] = client.predict(api_name="/concepts")
         assert (card["id"], card["trigger"], card["loaded"], card["error"]) == (finished, "zed-quack", True, None)
         assert [path.stem for path in (home / "gallery").iterdir()] == [kept["picture"]], "the whole picture, and no half of one"
@@ -118,8 +107,8 @@ def test_killed_in_the_middle_of_a_save_and_of_teaching(app, tmp_path, tiny, sav
         further = until(client, job, "running", step=told["step"] + 7)
         *_, drawn = client.predict(**drawing)
         assert drawn["concepts"][0]["id"] == finished
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
+        process.send(signal.SIGKILL)
+        assert process.ended(10) == -signal.SIGKILL
         assert ended(read_json(home / "jobs" / job / "process.json")["pid"])
 
     with Workspace.open(home) as workspace, Engine(pipe, Library(workspace)) as engine:

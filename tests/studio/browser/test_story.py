@@ -14,8 +14,13 @@ TRIGGER = "zed-quack"
 
 
 @pytest.fixture(scope="module")
-def app(apps, tmp_path_factory):
-    return apps(tmp_path_factory.mktemp("story") / "studio")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("story") / "studio"
+
+
+@pytest.fixture(scope="module")
+def app(apps, folder):
+    return apps(folder)
 
 
 @pytest.mark.parametrize("width", [1440, 1024, 390])
@@ -40,7 +45,7 @@ def _pixels(uri: str) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).tobytes()
 
 
-def test_a_concept_from_its_trigger_to_its_file_and_back(app, window, repo_root, tmp_path):
+def test_a_concept_from_its_trigger_to_its_file_and_back(app, folder, window, repo_root, tmp_path):
     seen = window(app)
     page = seen.page
 
@@ -74,7 +79,7 @@ def test_a_concept_from_its_trigger_to_its_file_and_back(app, window, repo_root,
     seen.find("#teach-tray textarea").nth(1).fill(f"a toy {TRIGGER}")
     seen.click("teach-start")  # at once: what was just typed is taught too
     seen.told("is in the queue")
-    (captions,) = app.folder.glob("jobs/*/**/metadata.jsonl")
+    (captions,) = folder.glob("jobs/*/**/metadata.jsonl")
     assert "a toy " in captions.read_text()
 
     # a reload in the middle of it
