@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from PIL import Image
@@ -55,6 +56,18 @@ class Window:
         self.page.goto(self.url)
         self.page.wait_for_selector("body[data-ready=true]")
         return self
+
+    def paint(self, scheme: Literal["light", "dark"]) -> None:
+        """Light or dark, as a page that is loaded gets it: gradio puts one class on the body then, and does not follow the system later."""
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.evaluate(
+            """dark => {
+              document.body.classList.toggle('dark', dark);
+              getComputedStyle(document.body).color;
+              return Promise.all(document.getAnimations().filter((each) => each instanceof CSSTransition).map((each) => each.finished));
+            }""",
+            scheme == "dark",
+        )
 
     def reload(self) -> None:
         self._leaving = True  # what was on its way breaks off, and gradio's client says so
