@@ -109,7 +109,7 @@ def build_create(studio: Studio) -> CreateTab:
                 sure = gr.Button("Delete for good", size="sm", variant="stop", elem_id="create-delete-sure", min_width=110)
                 keep = gr.Button("Keep it", size="sm", elem_id="create-delete-keep", min_width=110)
     with gr.Accordion("Why each trigger fires or not", open=False, elem_id="create-explain"):
-        explain, explained, explanation = build_explain(studio, "create", prompt, negative, follows=False)
+        explain, explained, [explanation] = build_explain(studio, "create", prompt, negative, follows=False)
     with gr.Row(elem_classes="tc-heading"):
         gr.HTML('<h3 class="tc-label">History</h3>', js_on_load=None)
         upload = gr.UploadButton(

@@ -11,12 +11,12 @@ from tiny_engram.studio.html import token_chips
 from tiny_engram.studio.html_parts import badge, clock, empty, escape, loss_plot, notice, picture, plural, wrap
 from tiny_engram.studio.job_folder import Job, JobState, Progress
 from tiny_engram.studio.presets import time_in_words
-from tiny_engram.studio.registering import Report
+from tiny_engram.studio.registering import Collision, Report
 from tiny_engram.studio.ui.teach_pictures import crop_box
 from tiny_engram.studio.ui.teach_tray import TrayPicture, filled
 from tiny_engram.training.data import DEFAULT_TEMPLATES
 
-__all__ = ["Shown", "job_html", "jobs_html", "live_html", "report_html", "samples_html", "tray_html"]
+__all__ = ["Shown", "job_html", "jobs_html", "live_html", "report_html", "samples_html", "tray_html", "twin_words"]
 
 # A job's state in a word, and its mood.
 STATES = {
@@ -101,21 +101,30 @@ def _picture(shown: Shown, number: int, trigger: str, side: int) -> str:
 # -- the trigger ------------------------------------------------------------------------------------------------------------------
 
 
-def report_html(report: Report, draft_id: str | None = None) -> str:
-    """What Register says, in short: tokens at each encoder, and what is in the way. The draft `draft_id` is the trigger's own."""
+def report_html(report: Report, draft_id: str | None = None, hint: str = "") -> str:
+    """What Register says, in short: tokens at each encoder, and what is in the way. The draft `draft_id` is the trigger's own; `hint` is
+    on the class word."""
+    more = notice("warning", hint) if hint else ""
     if report.problem:
-        return wrap(notice("error", report.problem))
+        return wrap(notice("error", report.problem), more)
     if not report.roles:
-        return wrap('<p class="te-soft">The word that calls the thing. A made-up one works best; Register suggests some.</p>')
+        return wrap(more, '<p class="te-soft">The word that calls the thing. A made-up one works best; Register suggests some.</p>')
     rows = []
     for role in report.roles:
         for text, chips in role.spellings[:MOST_SPELLINGS]:
             tokens = token_chips([(chip.text, chip.id) for chip in chips], label=f"tokens of {text} at {role.role}")
             rows.append(f'<div class="te-spelling"><span class="te-soft">{escape(role.role)}{DOT}{escape(text)}</span>{tokens}</div>')
-    words = [f"{'draft' if c.draft else 'concept'} {c.name} {c.reason}" for c in report.collisions if c.id != draft_id]
+    twins = [c for c in report.collisions if c.blocks and not c.draft]
+    words = [twin_words(c) for c in twins]
+    words += [f"{'draft' if c.draft else 'concept'} {c.name} {c.reason}" for c in report.collisions if c not in twins and c.id != draft_id]
     words += report.warnings
-    lines = "".join(notice("warning", text) for text in words[:MOST_LINES])
+    lines = more + "".join(notice("warning", text) for text in words[:MOST_LINES])
     return wrap(f'<div class="tt-report">{"".join(rows)}{lines or notice("good", "Nothing is in its way.")}</div>')
+
+
+def twin_words(twin: Collision) -> str:
+    """What it means that a concept of the library has the trigger already."""
+    return f"the concept {twin.name!r} {twin.reason}; a second one can be taught, but only one of the two can be in use"
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------------------

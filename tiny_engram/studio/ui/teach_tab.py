@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
+from tiny_engram.studio.class_words import class_word_hint
 from tiny_engram.studio.errors import StudioError
 from tiny_engram.studio.html import pictures_refused
 from tiny_engram.studio.html_parts import escape, wrap
@@ -21,7 +22,7 @@ from tiny_engram.studio.library import Draft
 from tiny_engram.studio.studio import Studio
 from tiny_engram.studio.ui.handling import aliases_of, handled, notice, queued, quick
 from tiny_engram.studio.ui.teach_form import build_fields, estimated, options_of, preset_choices, values_of
-from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html
+from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html, twin_words
 from tiny_engram.studio.ui.teach_jobs import JobsPanel, build_jobs, script
 from tiny_engram.studio.ui.teach_pictures import crop_uri, whole_uri
 from tiny_engram.studio.ui.teach_tray import Tray
@@ -86,7 +87,8 @@ class _Teach:
         form = self.tray.form
         draft = self.draft(form.trigger)
         own = None if draft is None else draft.id
-        return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own)
+        hint = class_word_hint(form.class_word, self.studio.engine.book)
+        return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own, hint)
 
     def pictures(self) -> dict[str, Any]:
         """The tray's value; teach.js fills the trigger in."""
@@ -174,16 +176,18 @@ class _Teach:
             raise StudioError("there are no pictures; drop at least one")
         options = options_of(preset, values, trigger)
         self.tray.keep(trigger=trigger, aliases=aliases or "", class_word=class_word or "", preset=preset, options=options)
-        problem = self.studio.registrar.report(trigger, aliases_of(aliases)).problem
-        if problem:
-            raise StudioError(problem)
+        report = self.studio.registrar.report(trigger, aliases_of(aliases))
+        if report.problem:
+            raise StudioError(report.problem)
         for state in self.studio.runner.states():
             if state.state in ("queued", *BUSY) and self.studio.jobs.job(state.id).trigger.casefold() == trigger.casefold():
                 raise StudioError(f"{trigger!r} is being taught already; cancel that job first, or choose another trigger")
         self.studio.runner.submit(
             self.tray.taught(), trigger, aliases=aliases_of(aliases), class_word=class_word, preset=preset, options=options
         )
-        notice(f"{trigger} is in the queue. You may close this page.", title="Started")
+        twin = next((each for each in report.collisions if each.blocks and not each.draft), None)
+        told = "" if twin is None else f" Note that {twin_words(twin)}."
+        notice(f"{trigger} is in the queue. You may close this page.{told}", title="Started")
 
 
 def build_teach(studio: Studio) -> TeachTab:
