@@ -236,3 +236,8 @@ def test_contrast():
         for one, other in pairs:
             bright, dim = sorted((luminance(colour[one]), luminance(colour[other])), reverse=True)
             assert (bright + 0.05) / (dim + 0.05) >= 4.5, (one, other)
+
+
+def test_files_that_were_left_out_for_one_reason_are_one_line():
+    told = views.pictures_refused([(f"{k}.png", "more than 64 pictures") for k in range(9)] + [("a.txt", "not a picture")])
+    assert told.count("<li>") == 2 and "0.png, 1.png, 2.png, 3.png and 5 more" in told and "10 files left out" in told

@@ -25,6 +25,7 @@ from tiny_engram.studio.registering import Report, RoleTokens
 __all__ = ["explained", "highlighted", "inspected", "pictures_refused", "report", "settings", "token_chips"]
 
 MOST_VARIANTS = 12
+MOST_NAMES = 4  # of files that were left out for one reason
 _LOOK_ALIKE = {"\u2013": "with an en dash", "\u2011": "with a non-breaking hyphen"}
 
 
@@ -209,8 +210,13 @@ def pictures_refused(refused: Sequence[tuple[str, str]]) -> str:
     """Files that were not taken: (shown name, reason). Empty if there are none."""
     if not refused:
         return ""
-    lines = "".join(
-        f'<li><span class="te-word">{escape(name)}</span><span class="te-soft">{escape(why)}</span></li>' for name, why in refused
-    )
+    by_reason: dict[str, list[str]] = {}
+    for name, why in refused:
+        by_reason.setdefault(why, []).append(name)
+    lines = ""
+    for why, names in by_reason.items():
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        told = f"{', '.join(names[:MOST_NAMES])}{more}"
+        lines += f'<li><span class="te-word">{escape(told)}</span><span class="te-soft">{escape(why)}</span></li>'
     said = notice("warning", f"{plural(len(refused), 'file')} left out")
     return wrap(f'{said}<ul class="te-lines">{lines}</ul>')

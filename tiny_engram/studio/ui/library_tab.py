@@ -58,7 +58,7 @@ def build_library(studio: Studio) -> LibraryTab:
             min_width=200,
         )
         take_in = gr.UploadButton(
-            "Import a concept …", file_types=[".safetensors"], type="filepath", elem_id="library-import", scale=1, min_width=180
+            "Import a concept …", type="filepath", elem_id="library-import", scale=1, min_width=180
         )
     undo = gr.HTML("", js_on_load=PICK, elem_id="library-undo", visible=False)
     with gr.Row(elem_classes="tc-columns"):

@@ -76,8 +76,8 @@ def _picture(shown: Shown, number: int, trigger: str, side: int) -> str:
     frame = f"left:{left:.2f}%;top:{top:.2f}%;width:{width:.2f}%;height:{height:.2f}%"
     hint = DOT.join(filled(text, trigger or "...") for text in DEFAULT_TEMPLATES[:3])
     notes = []
-    lost = 1 - min(p.width, p.height) / max(p.width, p.height)
-    notes += [f"{100 * lost:.0f}% of it is cut off"] if lost > 0.3 else []
+    lost = 1 - min(p.size) / max(p.size)
+    notes += [f"{'more than 99' if lost > 0.99 else f'{100 * lost:.0f}'}% of it is cut off"] if lost > 0.3 else []
     notes += [f"smaller than {side} pixels, so it is enlarged"] if min(p.width, p.height) < side else []
     notes += [] if shown.whole else ["it can no longer be read; take it out"]
     note = f'<p class="te-soft tt-note">{escape("; ".join(notes))}</p>' if notes else ""
@@ -89,7 +89,7 @@ def _picture(shown: Shown, number: int, trigger: str, side: int) -> str:
         f'<div class="tt-frame">{picture(shown.whole, p.name)}{cut}</div></div>'
         f'<figure class="tt-seen">{picture(shown.crop, f"{p.name} as teaching sees it")}<figcaption>as seen</figcaption></figure></div>'
         f'<div class="tt-name"><span title="{escape(p.name)}">{escape(p.name)}</span>'
-        f'<span class="te-soft">{p.width} x {p.height}</span></div>{note}'
+        f'<span class="te-soft">{p.size[0]} x {p.size[1]}</span></div>{note}'
         f'<label class="te-soft" for="caption-{p.id}">Caption of picture {number}</label>'
         f'<textarea id="caption-{p.id}" rows="2" maxlength="1000" data-id="{p.id}" data-caption="{escape(p.caption)}" '
         f'placeholder="{escape(hint)}" spellcheck="false"></textarea>'
