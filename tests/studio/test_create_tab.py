@@ -267,3 +267,12 @@ def test_a_seed_is_taken_as_it_was_typed_or_refused(whole, built, seed, line):
     _, handlers = built(build_create, whole)
     with pytest.raises(gr.Error, match=line):
         drawn(handlers, *asked(seed=seed))
+
+
+def test_a_cancelled_picture_is_told(whole, built, monkeypatch):
+    _, handlers = built(build_create, whole)
+    said = []
+    monkeypatch.setattr(gr, "Info", lambda text, title="": said.append((title, text)))
+    for _ in handlers["on_generate"](*asked("a duck", steps=150)):
+        handlers["on_cancel"](who())
+    assert len(said) == 1 and said[0][0] == "Cancelled" and "cancelled" in said[0][1] and "nothing was kept" in said[0][1]

@@ -15,10 +15,10 @@ from tiny_engram.studio.registering import Chip, Collision, Place, Report, RoleT
 
 HOSTILE = "<img src=x onerror=alert(1)>\"' onfocus='alert(2)' </p></div><script>alert(3)</script>&lt;b&gt;"
 SHEET = Path(views.__file__).parent / "studio.css"
-VOID = {"img", "line", "polyline"}
+VOID = {"img", "line", "polyline", "wbr"}
 _TAGS = """
 article button dd details div dl dt figcaption figure h3 h4 img li line mark p polyline progress section small span strong summary svg
-table tbody td th thead tr ul
+table tbody td th thead tr ul wbr
 """
 _ATTRIBUTES = """
 alt class data-action data-head data-id data-insert loading max points preserveaspectratio role scope src tabindex title type value

@@ -96,7 +96,7 @@ def test_a_browser_may_send_anything(tab, sent):
 
 def test_inside_are_rows_gates_recipe_and_the_file(whole, duck, tab):
     listed = on_card(tab, "inspect", duck)
-    assert listed[CHOSEN] == duck and "zed-quack" in listed[TITLE] and "Rows and gates at clip_l" in listed[DETAILS]
+    assert listed[CHOSEN] == duck and "zed-quack" in listed[TITLE] and "Rows and gates at the text encoder (clip_l)" in listed[DETAILS]
     assert listed[EDITING].visible and listed[NAME] == "zed-quack" and listed[OLD].value == "zedquack" and listed[USE].value == "Use"
     path = listed[EXPORT].value["path"] if isinstance(listed[EXPORT].value, dict) else listed[EXPORT].value
     assert Concept.load(path).trigger == "zed-quack" and str(path).endswith("zed-quack.safetensors")
@@ -232,3 +232,9 @@ def test_a_name_that_is_taken_is_told(whole, duck, tab, said, concept_of):
     whole.library.add(concept_of("tako-belu", seed=2))
     tab[1]["on_rename"]("", duck, [], "tako-belu")
     assert whole.library.get(duck).name == "tako-belu-2" and "another concept is called tako-belu already" in said[-1]
+
+
+def test_only_use_stands_out(whole, duck, tab):
+    assert on_card(tab, "inspect", duck)[USE].variant == "primary"
+    whole.engine.load(duck)
+    assert on_card(tab, "inspect", duck)[USE].variant == "secondary"

@@ -60,9 +60,7 @@ def _chosen(engine: "Engine", strengths: Mapping[str, float] | None) -> tuple[Ma
     return (dict.fromkeys(shelf, 1.0) if strengths is None else strengths), shelf
 
 
-def highlight(
-    prompt: str, engine: "Engine", strengths: Mapping[str, float] | None = None, typed: Known | None = None
-) -> list[Piece]:
+def highlight(prompt: str, engine: "Engine", strengths: Mapping[str, float] | None = None, typed: Known | None = None) -> list[Piece]:
     """The prompt in pieces, which joined are the prompt: (text, concept id or None, fired, reason).
 
     Args:

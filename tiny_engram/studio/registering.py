@@ -197,7 +197,7 @@ class Registrar:
         if any(low <= offsets[s + n - 1][1] and offsets[s][0] < high for s, n in spans):
             return ""
         blocked = index.near([ids])
-        return REASONS[blocked[0].code] if blocked else "has other token ids there"
+        return REASONS[blocked[0].code] if blocked else "is read as other tokens there"
 
     def _near_misses(self, compiled: Mapping[str, CompiledTrigger]) -> list[NearMiss]:
         """Close spellings and words that hold the trigger, each really matched in a prompt; once, with the first encoder's reason."""

@@ -70,3 +70,43 @@ def test_the_keyboard_reaches_every_control_and_shows_where_it_is(furnished, win
             break
     assert not wanted, "\n".join(wanted.values())
     assert not bare, "\n".join(bare)
+
+
+def test_a_reload_comes_back_to_the_tab_that_was_open(furnished, window):
+    seen = window(furnished)
+    seen.expect_tab("Register")
+    for name in ("Library", "Teach"):
+        seen.tab(name)
+        expect(seen.page).to_have_url(f"{seen.url}/#{name.lower()}")
+        seen.reload()
+        seen.expect_tab(name)
+    seen.page.goto(f"{seen.url}/#no-tab")
+    seen.reload()
+    seen.expect_tab("Register")
+
+
+def test_what_asks_before_it_takes_away_begins_at_the_way_back(furnished, window):
+    seen = window(furnished)
+    seen.tab("Teach")
+    seen.find("#teach-tray button[data-action=clear]").click()
+    expect(
+        seen.find(
+            "dialog button",
+        )
+    ).to_have_text(["Go back", "Take all out"])
+    expect(seen.find("dialog button").first).to_be_focused()
+    seen.page.keyboard.press("Enter")
+    expect(seen.find("dialog")).to_have_count(0)
+    expect(seen.find("#teach-tray .tt-card")).not_to_have_count(0)
+
+
+def test_tables_and_thumbnails_are_seen_whole(furnished, window):
+    seen = window(furnished)
+    seen.tab("Library")
+    seen.find("#library-cards .tl-open").last.click()
+    expect(seen.find("#library-details .te-table").first).to_be_visible()
+    cut = """() => [...document.querySelectorAll('#library-details .te-scroll, #library-side')]
+      .filter((e) => e.scrollWidth > e.clientWidth + 1).length"""
+    assert seen.page.evaluate(cut) == 0
+    fit = "() => [...document.querySelectorAll('.tl-picture img')].map((e) => getComputedStyle(e).objectFit)"
+    assert set(seen.page.evaluate(fit)) == {"contain"}

@@ -111,9 +111,7 @@ def build_create(studio: Studio) -> CreateTab:
         explain, explained, [explanation] = build_explain(studio, "create", prompt, negative, follows=False)
     with gr.Row(elem_classes="tc-heading"):
         gr.HTML('<h3 class="tc-label">History</h3>', js_on_load=None)
-        upload = gr.UploadButton(
-            "Settings from a picture …", size="sm", type="filepath", elem_id="create-upload", scale=0, min_width=210
-        )
+        upload = gr.UploadButton("Settings from a picture …", size="sm", type="filepath", elem_id="create-upload", scale=0, min_width=210)
     history = gr.HTML(history_value(studio, None, PAGE), js_on_load=PICK, elem_id="create-history")
     chosen, count = gr.State(None), gr.State(PAGE)
     # What was typed outlives a reload, in the browser; it is no secret to it, so the key is none either.
@@ -202,6 +200,7 @@ def build_create(studio: Studio) -> CreateTab:
         yield *idle, gr.skip(), *waits
         if not drawing.cancel.is_set():
             raise drawing.error
+        notice(f"{drawing.error}; nothing was kept", title="Cancelled")
 
     asked = [prompt, negative, shelf, compare, seed, random_seed, steps, guidance, width, height, count]
     drawn = gr.on(

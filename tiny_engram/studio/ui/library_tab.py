@@ -57,9 +57,7 @@ def build_library(studio: Studio) -> LibraryTab:
             scale=4,
             min_width=200,
         )
-        take_in = gr.UploadButton(
-            "Import a concept …", type="filepath", elem_id="library-import", scale=1, min_width=180
-        )
+        take_in = gr.UploadButton("Import a concept …", type="filepath", elem_id="library-import", scale=1, min_width=180)
     undo = gr.HTML("", js_on_load=PICK, elem_id="library-undo", visible=False)
     with gr.Row(elem_classes="tc-columns"):
         with gr.Column(scale=7, min_width=300):
@@ -78,7 +76,7 @@ def build_library(studio: Studio) -> LibraryTab:
                     with gr.Row(elem_classes="tl-edit"):
                         alias = gr.Textbox(
                             label="New alias",
-                            placeholder="Another spelling of the trigger",
+                            placeholder="Another spelling",
                             max_length=200,
                             elem_id="library-alias",
                             scale=3,
@@ -110,7 +108,7 @@ def build_library(studio: Studio) -> LibraryTab:
             shown.title_html(about, picture),
             html.inspected(about),
             gr.Column(visible=True),
-            gr.Button(text, interactive=not other),
+            gr.Button(text, variant="primary" if text == "Use" else "secondary", interactive=not other),
             gr.DownloadButton(value=studio.library.export(id)),
             about["name"],
             "",
@@ -175,13 +173,16 @@ def build_library(studio: Studio) -> LibraryTab:
         return *listed(search, chosen, deleted), deleted, went, taught_now
 
     looked = cards.pick(handled(on_card), [search, chosen, deleted], [*listing, deleted, used, taught], show_progress="hidden", **private)
-    # on a narrow page what is inside stands below the cards
+    # on a narrow page what is inside stands below the cards, and above them where a long list was scrolled
     looked.success(
         None,
         None,
         None,
-        js="() => { if (window.innerWidth < 760 && document.querySelector('#library-cards .tl-chosen')) "
-        "document.querySelector('#library-title').scrollIntoView(); }",
+        js="""() => {
+            const title = document.querySelector('#library-title'), at = title.getBoundingClientRect();
+            const away = at.bottom < 0 || at.top > window.innerHeight - 80;
+            if (away && document.querySelector('#library-cards .tl-chosen')) title.scrollIntoView();
+        }""",
         **private,
     )
 

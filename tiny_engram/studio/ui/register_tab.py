@@ -104,7 +104,9 @@ def build_register(studio: Studio) -> RegisterTab:
 
     def on_typing(typed: str, spellings: str, *tried: str) -> tuple[Any, ...]:
         """All that a letter changes in one answer; `tried` are the prompts of the panel below."""
-        return *judge(typed, spellings), *explain(*tried, typed, spellings)
+        # an empty panel has nothing to change, and a late answer must not empty it again
+        told = explain(*tried, typed, spellings) if any((text or "").strip() for text in tried) else [gr.skip() for _ in explanation]
+        return *judge(typed, spellings), *told
 
     def on_class_word(word: str) -> str:
         said = class_word_hint(word, studio.engine.book)

@@ -30,7 +30,7 @@ FIELDS = (
 
 
 # What the page calls them.
-LABELS = dict(
+LABELS: dict[str, str] = dict(
     zip(
         FIELDS,
         (
@@ -69,9 +69,7 @@ def build_fields() -> list[Any]:
         seed = number("seed", "The same one gives the same concept.")
         precision = gr.Dropdown(PRECISIONS, label=LABELS["mixed_precision"], info="Half types are for GPUs.", min_width=140)
         samples = number("validation_steps", "Steps between sample pictures; 0 draws none.")
-    prompts = gr.Textbox(
-        label=LABELS["validation_prompts"], info="One a line; {trigger} stands for the trigger.", lines=1, max_lines=4
-    )
+    prompts = gr.Textbox(label=LABELS["validation_prompts"], info="One a line; {trigger} stands for the trigger.", lines=1, max_lines=4)
     return [steps, batch, rate, gate_rate, map_rate, collages, seed, precision, samples, prompts]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tiny_engram.studio.html import token_chips
-from tiny_engram.studio.html_parts import badge, clock, empty, escape, loss_plot, notice, picture, plural, wrap
+from tiny_engram.studio.html_parts import badge, clock, empty, encoder, escape, last_loss, loss_plot, notice, picture, plural, wrap
 from tiny_engram.studio.job_folder import Job, JobState, Progress
 from tiny_engram.studio.presets import time_in_words
 from tiny_engram.studio.registering import Collision, Report
@@ -113,7 +113,8 @@ def report_html(report: Report, draft_id: str | None = None, hint: str = "") -> 
     for role in report.roles:
         for text, chips in role.spellings[:MOST_SPELLINGS]:
             tokens = token_chips([(chip.text, chip.id) for chip in chips], label=f"tokens of {text} at {role.role}")
-            rows.append(f'<div class="te-spelling"><span class="te-soft">{escape(role.role)}{DOT}{escape(text)}</span>{tokens}</div>')
+            said = escape(f"{encoder(role.role)}{DOT}{text}")
+            rows.append(f'<div class="te-spelling"><span class="te-soft">{said}</span>{tokens}</div>')
     twins = [c for c in report.collisions if c.blocks and not c.draft]
     words = [twin_words(c) for c in twins]
     words += [f"{'draft' if c.draft else 'concept'} {c.name} {c.reason}" for c in report.collisions if c not in twins and c.id != draft_id]
@@ -138,7 +139,7 @@ def live_html(job: Job | None, state: JobState | None, progress: Sequence[Progre
     name = _name(job)
     about = _about(job)
     return wrap(
-        f'<article class="tt-job tt-live" aria-label="{escape(name)}">{_head(name, state)}{about}{_bar(name, state)}{_facts(state)}'
+        f'<article class="tt-job tt-live" aria-label="{escape(name)}">{_head(name, state)}{about}{_bar(name, state)}{_facts(state, losses)}'
         f'<div class="te-tools">{_actions(name, state, False)}</div>{loss_plot(losses, state.steps)}</article>'
     )
 
@@ -157,7 +158,7 @@ def job_html(job: Job | None, state: JobState, progress: Sequence[Progress], sam
     more = f'<details id="job-{escape(state.id)}"><summary>Loss and samples</summary>{plot}</details>' if plot else ""
     bar = _bar(name, state) if state.step and state.state != "done" else ""
     return (
-        f'<article class="tt-job" aria-label="{escape(name)}">{_head(name, state)}{_about(job)}{bar}{_facts(state)}'
+        f'<article class="tt-job" aria-label="{escape(name)}">{_head(name, state)}{_about(job)}{bar}{_facts(state, losses)}'
         f'<div class="te-tools">{_actions(name, state, in_library)}</div>{more}</article>'
     )
 
@@ -199,14 +200,14 @@ def _bar(name: str, state: JobState) -> str:
     return f'<progress max="{most}" value="{min(max(state.step, 0), most)}" aria-label="{label}"></progress>'
 
 
-def _facts(state: JobState) -> str:
+def _facts(state: JobState, losses: Sequence[tuple[int, float]]) -> str:
     told = [] if state.state == "queued" and not state.step else [f"step {state.step:,} of {state.steps:,}"]
     if state.state == "queued":
         told.append("next in the queue" if state.place == 1 else f"number {state.place} in the queue")
     if state.busy and state.seconds_left is not None:
         told.append(f"about {clock(state.seconds_left)} left")
-    if state.loss is not None:
-        told.append(f"loss {state.loss:.4g}")
+    if (loss := last_loss(losses)) is not None:
+        told.append(f"loss {loss:.4g}")
     if state.seconds >= 1 and not state.busy:
         told.append(f"{time_in_words(state.seconds)} of teaching")
     line = f'<p class="te-soft tt-facts">{escape(DOT.join(told))}</p>' if told else ""

@@ -119,9 +119,7 @@ class Tray:
             room = max(0, self.limits.files - len(self._pictures))
             taken = take_pictures(files, self.folder, dataclasses.replace(self.limits, files=room))
             made = [
-                TrayPicture(
-                    id=p.id, name=p.name, caption="", width=p.width, height=p.height, sent_width=p.sent[0], sent_height=p.sent[1]
-                )
+                TrayPicture(id=p.id, name=p.name, caption="", width=p.width, height=p.height, sent_width=p.sent[0], sent_height=p.sent[1])
                 for p in taken.pictures
             ]
             # the bound of one call, room, is not the one that a person knows
