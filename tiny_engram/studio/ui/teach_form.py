@@ -63,8 +63,8 @@ def build_fields() -> list[Any]:
         collages = number("collages", "0 to 7 of eight samples show it beside a thing.")
     with gr.Row(elem_classes="tt-fields"):
         rate = number("learning_rate", "How far a step moves the rows.", step=0.001)
-        gate_rate = number("gate_learning_rate", "The same for how far they open.", step=0.001)
-        map_rate = number("map_learning_rate", "The same for the maps, which draw.", step=0.001)
+        gate_rate = number("gate_learning_rate", "How far it moves the gates.", step=0.001)
+        map_rate = number("map_learning_rate", "How far it moves the maps.", step=0.001)
     with gr.Row(elem_classes="tt-fields"):
         seed = number("seed", "The same one gives the same concept.")
         precision = gr.Dropdown(PRECISIONS, label=LABELS["mixed_precision"], info="Half types are for GPUs.", min_width=140)
