@@ -110,3 +110,12 @@ def test_tables_and_thumbnails_are_seen_whole(furnished, window):
     assert seen.page.evaluate(cut) == 0
     fit = "() => [...document.querySelectorAll('.tl-picture img')].map((e) => getComputedStyle(e).objectFit)"
     assert set(seen.page.evaluate(fit)) == {"contain"}
+
+
+def test_jobs_stay_in_sight_beside_a_long_form(furnished, window):
+    seen = window(furnished, width=1024, height=420)  # so that they are higher than the window
+    seen.tab("Teach")
+    expect(seen.find("#teach-jobs .tt-job")).not_to_have_count(0)
+    side, jobs = (seen.find(css).bounding_box() for css in ("#teach-side", "#teach-jobs"))
+    assert side is not None and jobs is not None
+    assert jobs["x"] == side["x"] and jobs["y"] > side["y"] and jobs["x"] + jobs["width"] <= side["x"] + side["width"]
