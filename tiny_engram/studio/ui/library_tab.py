@@ -241,7 +241,8 @@ def build_library(studio: Studio) -> LibraryTab:
 
     def on_rename(id: str, text: str) -> str:
         got, wanted = studio.library.rename(id, text or ""), " ".join((text or "").split())
-        return f"its name is {got} now" + ("" if got == wanted else f"; another concept is called {wanted} already")
+        taken = got != wanted and any(card.name.casefold() == wanted.casefold() for card in studio.library.cards() if card.id != id)
+        return f"its name is {got} now" + (f"; another concept is called {wanted} already" if taken else "")
 
     def tell_against(lines: Sequence[str]) -> None:
         for line in lines[:MOST_WARNINGS]:
