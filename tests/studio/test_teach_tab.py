@@ -12,7 +12,7 @@ from PIL import Image
 gr = pytest.importorskip("gradio")
 
 from tiny_engram.studio.errors import StudioError  # noqa: E402
-from tiny_engram.studio.job_folder import STATES, Job, JobState, Progress, stopped_at  # noqa: E402
+from tiny_engram.studio.job_folder import STATES, Job, JobState, Progress  # noqa: E402
 from tiny_engram.studio.presets import PRESETS, fields_of  # noqa: E402
 from tiny_engram.studio.registering import Chip, Collision, Report, RoleTokens  # noqa: E402
 from tiny_engram.studio.studio import Studio  # noqa: E402
@@ -378,17 +378,6 @@ def test_a_job_from_start_to_use(opened, picture_bytes):
     assert "No job yet" in teach_jobs._look(opened, known)[2] and len(teach.tray.pictures) == 2
 
 
-def test_a_picture_is_told_by_the_size_that_was_sent(workspace, tray):
-    buffer = io.BytesIO()
-    Image.new("RGB", (4000, 20), "red").save(buffer, "PNG")
-    assert tray.add([("long.png", buffer.getvalue())])[0] == 1
-    for each in (tray, Tray(workspace)):
-        (picture,) = each.pictures
-        assert (picture.width, picture.height, picture.size) == (2048, 10, (4000, 20))
-    html = teach_html.tray_html([teach_html.Shown(picture=picture, whole="", crop="")], "zed-quack", 128)
-    assert "4000 x 20" in html and "more than 99% of it is cut off" in html
-
-
 def test_settings_are_told_by_the_names_of_the_page(opened, picture_bytes):
     teach = teach_tab._Teach(opened)
     teach.tray.add([("a.png", picture_bytes(1))])
@@ -412,15 +401,3 @@ def test_a_class_word_and_a_taken_trigger_are_told_before_start(opened, concept_
     report, _ = teach.typed("trigger", "zed-quack")
     assert "the concept &#x27;Quack&#x27; has the tokens of" in report and "only one of the two can be in use" in report
     assert "does not know &#x27;zzzzqq&#x27; as one word" in teach.typed("class_word", "zzzzqq")[0]
-
-
-def test_a_job_says_one_loss_and_how_it_goes_on():
-    job = Job(id="0" * 16, trigger="zed-quack", aliases=(), name="zed-quack", class_word=None, preset="quick", model=None, threads=1,
-              created="", pictures=1, fields=fields_of("quick"))  # fmt: skip
-    state = JobState(id=job.id, state="running", step=20, steps=40, loss=0.2804)
-    html = teach_html.live_html(job, state, [Progress(k, 0.3 + 0.1 * (k % 2), 1.0) for k in range(1, 21)])
-    (above,) = re.findall(r"loss (0\.\d+)</p>", html)
-    assert f"loss at step 20, smoothed: {above}" in html and "0.2804" not in html
-    assert stopped_at("cancelled", 0, 40) == "cancelled; if resumed, it begins anew"
-    assert stopped_at("cancelled", 25, 40) == "cancelled; if resumed, it goes on from step 25 of 40"
-    assert stopped_at("paused", 25, 40) == "paused; goes on from step 25 of 40"

@@ -202,7 +202,7 @@ def inspected(told: Mapping[str, Any]) -> str:
                 (_broken(m["map"]), f"{m['rank']}", f"{m['channels']:,}", f"{m['bytes']:,}", _numbers([m["size"]])) for m in place["maps"]
             ]
             title, heads = f"Maps at the {encoder(role)}", ("Map", "Rank", "Channels", "Bytes", "Size")
-            parts.append(f"<section><h3>{escape(title)}</h3>{table(heads, rows, title, stacks=True)}</section>")
+            parts.append(f"<section><h3>{escape(title)}</h3>{table(heads, rows, title)}</section>")
     recipe = [(str(key), value) for key, value in told["recipe"].items()]
     if recipe:
         parts.append(f"<details><summary>Recipe ({plural(len(recipe), 'setting')})</summary>{facts(recipe)}</details>")

@@ -13,7 +13,7 @@ from tiny_engram.studio.ui.teach_tray import unfilled
 
 __all__ = ["FIELDS", "LABELS", "build_fields", "emptied", "estimated", "in_words", "options_of", "preset_choices", "values_of"]
 
-PRECISIONS = [("32 bits, exact", "no"), ("bfloat16", "bf16"), ("float16", "fp16")]
+PRECISIONS = [("32 bits", "no"), ("bfloat16", "bf16"), ("float16", "fp16")]
 # TrainConfig's fields that the form has, in its order.
 FIELDS = (
     "max_train_steps",
@@ -67,7 +67,7 @@ def build_fields() -> list[Any]:
         map_rate = number("map_learning_rate", "How far it moves the maps.", step=0.001)
     with gr.Row(elem_classes="tt-fields"):
         seed = number("seed", "The same one gives the same concept.")
-        precision = gr.Dropdown(PRECISIONS, label=LABELS["mixed_precision"], info="Half types are for GPUs.", min_width=140)
+        precision = gr.Dropdown(PRECISIONS, label=LABELS["mixed_precision"], info="32 are exact; half types are for GPUs.", min_width=140)
         samples = number("validation_steps", "Steps between sample pictures; 0 draws none.")
     prompts = gr.Textbox(label=LABELS["validation_prompts"], info="One a line; {trigger} stands for the trigger.", lines=1, max_lines=4)
     return [steps, batch, rate, gate_rate, map_rate, collages, seed, precision, samples, prompts]
