@@ -124,7 +124,7 @@ def test_uploads_are_bounded_and_their_names_are_no_paths(ask, opened_studio):
     [path] = json.loads(told)
     tmp = str(opened_studio.workspace.tmp)
     assert status == 200 and os.path.realpath(path).startswith(tmp) and not (opened_studio.workspace.root / "escape.png").exists()
-    assert upload("big.png", b"x" * (server.MOST_UPLOAD + 2**20))[0] == 413
+    assert upload("big.png", b"x" * (server.MOST_FILE + 2**20))[0] == 413
     assert ask("/gradio_api/upload", "POST", None, Content_Length=str(10**12))[0] == 413
 
 

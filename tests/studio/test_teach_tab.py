@@ -328,7 +328,7 @@ def test_start_says_what_is_missing(opened, picture_bytes, tmp_path):
     teach.keep_captions({"captions": {teach.tray.pictures[0].id: "a mug"}, "trigger": "zed-quack"})
     with pytest.raises(StudioError, match="'a mug', does not hold the trigger"):
         teach.start("zed-quack", "", "", "quick", *values)
-    with pytest.raises(StudioError, match="max_train_steps"):
+    with pytest.raises(StudioError, match="^Steps is -1, expected a whole number from 1"):
         teach.start("zed-quack", "", "", "quick", *[-1 if name == "max_train_steps" else v for name, v in zip(FIELDS, values, strict=True)])
     assert opened.runner.states() == [] and teach.tray.form.trigger == "zed-quack"
     for told in (
@@ -383,3 +383,28 @@ def test_a_job_from_start_to_use(small, picture_bytes):
     assert "no longer in the library" in teach_jobs._look(small, known)[2]
     teach_jobs._act(small, {"action": "delete", "id": id})
     assert "No job yet" in teach_jobs._look(small, known)[2] and len(teach.tray.pictures) == 2
+
+
+def test_settings_are_told_by_the_names_of_the_page(opened, picture_bytes):
+    teach = teach_tab._Teach(opened)
+    teach.tray.add([("a.png", picture_bytes(1))])
+    for name, value, line in (
+        ("max_train_steps", 1.5, "Steps is 1.5, expected a whole number from 1"),
+        ("max_train_steps", None, "Steps is empty; type a number, or choose the preset again"),
+        ("seed", 0.5, "Seed is 0.5, expected a whole number"),
+        ("gate_learning_rate", -1, "Learning rate of gates is -1, expected a number above 0"),
+        ("validation_prompts", " ", "Sample prompts is empty; write one with {trigger} in it, or set Sample every to 0"),
+    ):
+        values = [value if field == name else each for field, each in zip(FIELDS, values_of("quick", {}), strict=True)]
+        assert line in teach.setting("quick", *values)
+        with pytest.raises(StudioError, match="^" + re.escape(line)):
+            teach.start("zed-quack", "", "", "quick", *values)
+    assert opened.runner.states() == []
+
+
+def test_a_class_word_and_a_taken_trigger_are_told_before_start(opened, concept_of):
+    teach = teach_tab._Teach(opened)
+    opened.library.add(concept_of("zed-quack", name="Quack"))
+    report, _ = teach.typed("trigger", "zed-quack")
+    assert "the concept &#x27;Quack&#x27; has the tokens of" in report and "only one of the two can be in use" in report
+    assert "does not know &#x27;zzzzqq&#x27; as one word" in teach.typed("class_word", "zzzzqq")[0]

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tiny_engram.concept import Concept
-from tiny_engram.studio.job_folder import CANCEL, PAUSE, hold, read_state
+from tiny_engram.studio.job_folder import CANCEL, PAUSE, hold, read_state, stopped_at
 from tiny_engram.studio.worker import Stop, main, newest_checkpoint, teach
 from tiny_engram.training.checkpoint import load_checkpoint
 
@@ -103,7 +103,7 @@ def test_what_goes_on_has_the_bits_of_what_was_not_stopped(pipe, job, file, name
     whole, parts = job(**options), job(**options)
     run(whole, pipe)
     first = run(parts, pipe, StopAt(parts, file, 2))
-    assert (first.state, first.step, first.message) == (name, 2, f"{name}; goes on from step 2 of 5") and read_state(parts) == first
+    assert (first.state, first.step, first.message) == (name, 2, stopped_at(name, 2, 5)) and read_state(parts) == first
     assert not (parts / "output" / "concept.safetensors").exists()
     second = run(parts, pipe, StopAt(parts, file, 1))
     assert (second.state, second.step) == (name, 3) and second.seconds > first.seconds

@@ -105,12 +105,12 @@ def test_pictures_and_settings_that_cannot_be_taught(furnished, window, picture_
     # numbers out of bounds
     seen.unfold("teach-advanced")
     field = seen.find("#teach-advanced").get_by_label("Steps").first
-    for value, told in (("99999", "max_train_steps is 99,999, expected at most 20,000"), ("-3", "max_train_steps")):
+    for value, told in (("99999", "Steps is 99,999, expected at most 20,000"), ("-3", "Steps is -3"), ("", "Steps is empty")):
         field.fill(value)
         expect(seen.find("#teach-time")).to_contain_text(told)
         seen.click("teach-start")
         seen.told(told)
-    field.fill("")
+    field.fill("40")
     expect(seen.find("#teach-time")).to_contain_text("Takes about")
     seen.find("#teach-advanced textarea").last.fill("a picture without it")
     seen.click("teach-start")

@@ -73,3 +73,48 @@ def test_the_keyboard_reaches_every_control_and_shows_where_it_is(furnished, win
                 break
         assert not wanted, "\n".join([tab, *wanted.values()])
         assert not bare, "\n".join([tab, *bare])
+
+
+def test_a_reload_comes_back_to_the_tab_that_was_open(furnished, window):
+    seen = window(furnished)
+    seen.expect_tab("Register")
+    for name in ("Library", "Teach"):
+        seen.tab(name)
+        expect(seen.page).to_have_url(f"{seen.url}/#{name.lower()}")
+        seen.reload()
+        seen.expect_tab(name)
+    seen.page.goto(f"{seen.url}/#no-tab")
+    seen.reload()
+    seen.expect_tab("Register")
+
+
+def test_what_asks_before_it_takes_away_begins_at_the_way_back(furnished, window):
+    seen = window(furnished)
+    seen.tab("Teach")
+    seen.find("#teach-tray button[data-action=clear]").click()
+    expect(seen.find("dialog button")).to_have_text(["Go back", "Take all out"])
+    expect(seen.find("dialog button").first).to_be_focused()
+    seen.page.keyboard.press("Enter")
+    expect(seen.find("dialog")).to_have_count(0)
+    expect(seen.find("#teach-tray .tt-card")).not_to_have_count(0)
+
+
+def test_tables_and_thumbnails_are_seen_whole(furnished, window):
+    seen = window(furnished)
+    seen.tab("Library")
+    seen.find("#library-cards .tl-open").last.click()
+    expect(seen.find("#library-details .te-table").first).to_be_visible()
+    cut = """() => [...document.querySelectorAll('#library-details .te-scroll, #library-side')]
+      .filter((e) => e.scrollWidth > e.clientWidth + 1).length"""
+    assert seen.page.evaluate(cut) == 0
+    fit = "() => [...document.querySelectorAll('.tl-picture img')].map((e) => getComputedStyle(e).objectFit)"
+    assert set(seen.page.evaluate(fit)) == {"contain"}
+
+
+def test_jobs_stay_in_sight_beside_a_long_form(furnished, window):
+    seen = window(furnished, width=1024, height=420)  # so that they are higher than the window
+    seen.tab("Teach")
+    expect(seen.find("#teach-jobs .tt-job")).not_to_have_count(0)
+    side, jobs = (seen.find(css).bounding_box() for css in ("#teach-side", "#teach-jobs"))
+    assert side is not None and jobs is not None
+    assert jobs["x"] == side["x"] and jobs["y"] > side["y"] and jobs["x"] + jobs["width"] <= side["x"] + side["width"]

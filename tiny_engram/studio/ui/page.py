@@ -37,7 +37,12 @@ TABS: dict[str, tuple[str, Callable[[Studio], Any]]] = {
 POLL_SECONDS = 2.0
 
 # The page listens from here on; tests wait for it.
-READY = "() => { document.body.dataset.ready = 'true'; }"
+READY = """() => {
+  document.getElementById(`tab-${location.hash.slice(1).replace(/\\W/g, '')}-button`)?.click();
+  document.body.dataset.ready = 'true';
+}"""
+# A reload comes back to the tab that was open; no entry of the history, which "back" would have to pass.
+KEPT = "() => { history.replaceState(history.state, '', '#%s'); }"
 
 
 def _header(studio: Studio) -> str:
@@ -70,6 +75,7 @@ def build_page(studio: Studio) -> gr.Blocks:
             # the last: a job has finished, or another window has changed something
             for occasion in (page.load, opened[name].select, version.change):
                 occasion(handled(fn), inputs[0] if inputs else None, outputs, **queued)
+            opened[name].select(None, None, None, js=KEPT % name, **private)
         _wire(studio, tabs, built["register"], built["teach"], built["library"])
         page.load(None, None, None, js=READY, **private)
     return page

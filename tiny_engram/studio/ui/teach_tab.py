@@ -12,16 +12,18 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from tiny_engram.studio.errors import StudioError
+from tiny_engram.studio.class_words import class_word_hint
+from tiny_engram.studio.errors import MOST_FILE, StudioError
 from tiny_engram.studio.html import pictures_refused
 from tiny_engram.studio.html_parts import escape, wrap
 from tiny_engram.studio.html_parts import notice as notice_html
 from tiny_engram.studio.job_folder import BUSY
 from tiny_engram.studio.library import Draft
+from tiny_engram.studio.presets import check_fields, fields_of
 from tiny_engram.studio.studio import Studio
 from tiny_engram.studio.ui.handling import aliases_of, handled, notice, queued, quick
-from tiny_engram.studio.ui.teach_form import build_fields, estimated, options_of, preset_choices, values_of
-from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html
+from tiny_engram.studio.ui.teach_form import build_fields, emptied, estimated, in_words, options_of, preset_choices, values_of
+from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html, twin_words
 from tiny_engram.studio.ui.teach_jobs import JobsPanel, build_jobs, script
 from tiny_engram.studio.ui.teach_pictures import crop_uri, whole_uri
 from tiny_engram.studio.ui.teach_tray import Tray
@@ -86,7 +88,8 @@ class _Teach:
         form = self.tray.form
         draft = self.draft(form.trigger)
         own = None if draft is None else draft.id
-        return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own)
+        hint = class_word_hint(form.class_word, self.studio.engine.book)
+        return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own, hint)
 
     def pictures(self) -> dict[str, Any]:
         """The tray's value; teach.js fills the trigger in."""
@@ -159,7 +162,8 @@ class _Teach:
 
     def setting(self, preset: str, *values: Any) -> str:
         self.tray.keep(preset=preset, options=options_of(preset, values, self.tray.form.trigger))
-        return self.time()
+        said = emptied(values)
+        return wrap(f'<p class="te-soft">{escape(said)}</p>') if said else self.time()
 
     def restored(self) -> tuple[Any, ...]:
         form = self.tray.form
@@ -172,18 +176,26 @@ class _Teach:
             raise StudioError("there is no trigger; type the word that shall call the thing")
         if not self.tray.pictures:
             raise StudioError("there are no pictures; drop at least one")
+        if said := emptied(values):
+            raise StudioError(said)
         options = options_of(preset, values, trigger)
         self.tray.keep(trigger=trigger, aliases=aliases or "", class_word=class_word or "", preset=preset, options=options)
-        problem = self.studio.registrar.report(trigger, aliases_of(aliases)).problem
-        if problem:
-            raise StudioError(problem)
+        report = self.studio.registrar.report(trigger, aliases_of(aliases))
+        if report.problem:
+            raise StudioError(report.problem)
         for state in self.studio.runner.states():
             if state.state in ("queued", *BUSY) and self.studio.jobs.job(state.id).trigger.casefold() == trigger.casefold():
                 raise StudioError(f"{trigger!r} is being taught already; cancel that job first, or choose another trigger")
+        try:
+            check_fields(fields_of(preset) | options)
+        except StudioError as error:
+            raise StudioError(in_words(error)) from error
         self.studio.runner.submit(
             self.tray.taught(), trigger, aliases=aliases_of(aliases), class_word=class_word, preset=preset, options=options
         )
-        notice(f"{trigger} is in the queue. You may close this page.", title="Started")
+        twin = next((each for each in report.collisions if each.blocks and not each.draft), None)
+        told = "" if twin is None else f" Note that {twin_words(twin)}."
+        notice(f"{trigger} is in the queue. You may close this page.{told}", title="Started")
 
 
 def build_teach(studio: Studio) -> TeachTab:
@@ -214,7 +226,9 @@ def build_teach(studio: Studio) -> TeachTab:
                 )
             report = gr.HTML(report_html(studio.registrar.report("")), elem_id="teach-report", apply_default_css=False)
             gr.HTML(wrap("<h3>Pictures of it</h3>"))
-            files = gr.File(label="Drop pictures here, or choose them", file_count="multiple", height=150, elem_id="teach-files")
+            most = f"at most {MOST_FILE // 2**20} MiB each, {teach.tray.limits.files} in all"
+            gr.HTML(wrap(f'<p class="te-soft">PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or PPM; {most}.</p>'))
+            files = gr.File(label="Pictures", show_label=False, file_count="multiple", height=150, elem_id="teach-files")
             refused = gr.HTML("", elem_id="teach-refused", apply_default_css=False)
             tray = gr.HTML(
                 {"html": "", "trigger": "", "spellings": []},
