@@ -278,9 +278,10 @@ def _until(check, seconds=90.0):
 def test_the_page_is_built_of_private_events(opened):
     with gr.Blocks() as page:
         tab = teach_tab.build_teach(opened)
-        fn, outputs, inputs = tab.refresh()
-    assert inputs == [tab.trigger, tab.aliases, tab.class_word]
-    assert len(fn("zed-quack", "", "mug")) == len(outputs) == len(fn("", "", ""))
+        fn, outputs = tab.refresh()
+        follow, following, texts = tab.follow()
+    assert len(fn()) == len(outputs) and texts == [tab.trigger, tab.aliases, tab.class_word]
+    assert len(follow("zed-quack", "", "mug")) == len(following) == len(follow("", "", ""))
     assert teach_tab._Teach(opened).restored()[:3] == ("zed-quack", "", "mug")  # boxes that are empty write nothing
     assert {each.api_visibility for each in page.fns.values()} == {"private"}
     targets = {

@@ -5,7 +5,7 @@ import struct
 import zlib
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 
 def _bomb() -> bytes:
@@ -232,6 +232,24 @@ def test_a_page_that_was_overtaken_by_another(furnished, window):
     first.find("#register-drafts li").filter(has_text="tulver-nib").get_by_role("button", name="Delete").click()
     expect(first.find("#register-drafts")).not_to_contain_text("tulver-nib")
     expect(second.find("#register-drafts")).not_to_contain_text("tulver-nib")
+
+
+def test_an_answer_that_is_late_takes_back_nothing_that_was_typed(furnished, window):
+    seen = window(furnished)
+    held: list[Route] = []
+    seen.page.route("**/gradio_api/queue/data*", lambda route: held.append(route))
+    with seen.page.expect_request("**/gradio_api/queue/data*"):
+        seen.page.get_by_role("tab", name="Teach", exact=True).click()
+    seen.expect_tab("Teach")
+    seen.type("teach-trigger", "belmo-fa")
+    expect(seen.find("#teach-report")).to_contain_text("· belmo-fa")
+    with seen.page.expect_event("requestfinished", lambda request: "/queue/data" in request.url):
+        seen.page.unroute("**/gradio_api/queue/data*")  # which lets go what is held
+    seen.page.wait_for_timeout(1_000)  # what would take it back has come by then
+    expect(seen.find("#teach-report")).to_contain_text("· belmo-fa")
+    assert seen.box("teach-trigger").input_value() == "belmo-fa"
+    seen.reload()
+    expect(seen.box("teach-trigger")).to_have_value("belmo-fa")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -3,7 +3,8 @@
 What a tab module gives, `build_X(studio) -> XTab`, called inside its gr.Tab:
 
 - every XTab has `refresh() -> (fn, outputs)`, or `(fn, outputs, inputs)`: fn reads all from the server (and the inputs, where it has
-  some); it runs when the page is loaded, whenever the tab is opened, and when the library has changed.
+  some); it runs when the page is loaded, whenever the tab is opened, and when the library has changed. One may have
+  `follow() -> (fn, outputs, inputs)`, which runs after it: what follows from texts that are being typed.
 - RegisterTab: `trigger`, `aliases`, `class_word` (text boxes) and `teach` (a button).
 - TeachTab: `trigger`, `aliases`, `class_word` (text boxes that are filled from elsewhere), `used` and `seen` (gr.States: change when a
   concept was put on the shelf, which opens Create, and when one is to be shown, which opens Library).
@@ -74,7 +75,11 @@ def build_page(studio: Studio) -> gr.Blocks:
             fn, outputs, *inputs = tab.refresh()
             # the last: a job has finished, or another window has changed something
             for occasion in (page.load, opened[name].select, version.change):
-                occasion(handled(fn), inputs[0] if inputs else None, outputs, **queued)
+                shown = occasion(handled(fn), inputs[0] if inputs else None, outputs, **queued)
+                if hasattr(tab, "follow"):
+                    # An answer may be late: what it says of texts would be older than what was typed meanwhile.
+                    follow, following, texts = tab.follow()
+                    shown.then(handled(follow), texts, following, **quick)
             opened[name].select(None, None, None, js=KEPT % name, **private)
         _wire(studio, tabs, built["register"], built["teach"], built["library"])
         page.load(None, None, None, js=READY, **private)

@@ -49,7 +49,8 @@ class TeachTab:
     aliases: gr.Textbox
     class_word: gr.Textbox
     jobs: JobsPanel
-    shown: tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]
+    shown: tuple[Callable[..., tuple[Any, ...]], list[Any]]
+    typed: tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]
 
     @property
     def finished(self) -> gr.Textbox:
@@ -63,9 +64,13 @@ class TeachTab:
     def seen(self) -> gr.State:
         return self.jobs.seen
 
-    def refresh(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]:
-        """(fn, outputs, inputs): all but the text boxes as the server has it; these are filled when the page is loaded."""
+    def refresh(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
+        """(fn, outputs): all but the text boxes, and what follows from them, as the server has it."""
         return self.shown
+
+    def follow(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]:
+        """(fn, outputs, inputs): what follows from the text boxes, as they are by then."""
+        return self.typed
 
 
 class _Teach:
@@ -289,10 +294,23 @@ def build_teach(studio: Studio) -> TeachTab:
     if page is not None:
         page.load(handled(teach.restored), None, [*texts, preset, *fields], **quick)
 
-    def shown(trigger: str, aliases: str, class_word: str) -> tuple[Any, ...]:
+    def shown() -> tuple[Any, ...]:
+        return teach.drafts(), teach.presets(), teach.time(), *jobs.look(None)
+
+    def typed_now(trigger: str, aliases: str, class_word: str) -> tuple[Any, ...]:
         # A tab that opens because another one filled the boxes is newer than the disk; one that is loaded has empty boxes, and is older.
         if trigger or aliases or class_word:
-            teach.tray.keep(trigger=trigger or "", aliases=aliases or "", class_word=class_word or "")
-        return teach.drafts(), teach.report(), teach.pictures(), teach.presets(), teach.time(), *jobs.look(None)
+            try:
+                teach.tray.keep(trigger=trigger or "", aliases=aliases or "", class_word=class_word or "")
+            except StudioError as error:
+                return wrap(notice_html("error", str(error))), gr.skip()
+        return teach.report(), teach.pictures()
 
-    return TeachTab(trigger, aliases, class_word, jobs, (shown, [draft, report, tray, preset, time, *jobs.outputs], texts))
+    return TeachTab(
+        trigger,
+        aliases,
+        class_word,
+        jobs,
+        (shown, [draft, preset, time, *jobs.outputs]),
+        (typed_now, [report, tray], texts),
+    )
