@@ -256,6 +256,13 @@ def opened(embedded, tmp_path):
         yield studio
 
 
+@pytest.fixture
+def small(own_pipe, saved_pipe, tmp_path):
+    """The same on the small pipeline, which a job has loaded and drawn with sooner."""
+    with Studio(Workspace.open(tmp_path / "home"), own_pipe, model=str(saved_pipe), device="cpu") as studio:
+        yield studio
+
+
 def _event(**told):
     return gr.EventData(None, told)
 
@@ -336,46 +343,46 @@ def test_start_says_what_is_missing(opened, picture_bytes, tmp_path):
             teach_jobs._act(opened, told)
 
 
-def test_a_job_from_start_to_use(opened, picture_bytes):
+def test_a_job_from_start_to_use(small, picture_bytes):
     """Started, seen, paused, seen by a page that is new, resumed, done, used and deleted; the tray keeps its pictures."""
-    teach = teach_tab._Teach(opened)
+    teach = teach_tab._Teach(small)
     teach.tray.add([(f"{k}.png", picture_bytes(k)) for k in range(2)])
-    live, samples, others, timer, known, finished = teach_jobs._look(opened, None)
+    live, samples, others, timer, known, finished = teach_jobs._look(small, None)
     assert live == samples == "" and "No job yet" in others and finished == "done:" and timer.value == teach_jobs.LATER
-    changed = {"max_train_steps": 8, "train_batch_size": 1, "validation_steps": 0}
+    changed = {"max_train_steps": 40, "train_batch_size": 1, "validation_steps": 0}
     values = [changed.get(name, value) for name, value in zip(FIELDS, values_of("quick", {}), strict=True)]
     teach.start("zed-quack", "", "mug", "quick", *values)
     with pytest.raises(StudioError, match="is being taught already"):
         teach.start("Zed-Quack", "", "", "quick", *values)
     teach.start("nib-lorp", "", "", "quick", *values)
     teach.start("fup-zoru", "", "", "quick", *values)
-    _, _, others, *_ = teach_jobs._look(opened, None)
+    _, _, others, *_ = teach_jobs._look(small, None)
     places = [others.index(name) for name in ("next in the queue", "number 2 in the queue")]
     assert places == sorted(places) and others.index("nib-lorp") < others.index("fup-zoru")  # in the order in which they will run
-    id, *waiting = [state.id for state in reversed(opened.runner.states())]
+    id, *waiting = [state.id for state in reversed(small.runner.states())]
     for each in waiting:
-        teach_jobs._act(opened, {"action": "delete", "id": each})
-    _until(lambda: opened.jobs.state(id).step >= 2)
-    live, _, _, timer, known, _ = teach_jobs._look(opened, known)
+        teach_jobs._act(small, {"action": "delete", "id": each})
+    _until(lambda: small.jobs.state(id).step >= 2)
+    live, _, _, timer, known, _ = teach_jobs._look(small, known)
     assert "zed-quack" in live and "step" in live and timer.value == teach_jobs.SOON
-    teach_jobs._act(opened, {"action": "pause", "id": id})
-    _until(lambda: opened.jobs.state(id).state == "paused")
-    Image.new("RGB", (32, 32), "red").save(opened.jobs.folder(id) / "samples" / "step_000002.png")
-    new = teach_jobs._look(opened, None)
+    teach_jobs._act(small, {"action": "pause", "id": id})
+    _until(lambda: small.jobs.state(id).state == "paused")
+    Image.new("RGB", (32, 32), "red").save(small.jobs.folder(id) / "samples" / "step_000002.png")
+    new = teach_jobs._look(small, None)
     assert new[0] == "" and 'data-action="resume"' in new[2] and "data:image/webp" in new[2] and "te-plot" in new[2]
-    assert all(isinstance(each, dict) and "value" not in each for each in teach_jobs._look(opened, new[4])[:4])  # nothing new, nothing sent
-    teach_jobs._act(opened, {"action": "resume", "id": id})
-    _until(lambda: opened.jobs.state(id).state == "done")
-    _, _, others, _, known, finished = teach_jobs._look(opened, known)
+    assert all(isinstance(each, dict) and "value" not in each for each in teach_jobs._look(small, new[4])[:4])  # nothing new, nothing sent
+    teach_jobs._act(small, {"action": "resume", "id": id})
+    _until(lambda: small.jobs.state(id).state == "done")
+    _, _, others, _, known, finished = teach_jobs._look(small, known)
     assert finished == f"done: {id}" and 'data-action="use"' in others
-    (used, _), _ = teach_jobs._act(opened, {"action": "use", "id": id})
-    assert [each.id for each in opened.engine.loaded()] == [used]
-    _, (seen, _) = teach_jobs._act(opened, {"action": "see", "id": id})
+    (used, _), _ = teach_jobs._act(small, {"action": "use", "id": id})
+    assert [each.id for each in small.engine.loaded()] == [used]
+    _, (seen, _) = teach_jobs._act(small, {"action": "see", "id": id})
     assert seen == used and "has the tokens of" in teach.typed("trigger", "zed-quack")[0]
-    opened.library.delete(used)
-    assert "no longer in the library" in teach_jobs._look(opened, known)[2]
-    teach_jobs._act(opened, {"action": "delete", "id": id})
-    assert "No job yet" in teach_jobs._look(opened, known)[2] and len(teach.tray.pictures) == 2
+    small.library.delete(used)
+    assert "no longer in the library" in teach_jobs._look(small, known)[2]
+    teach_jobs._act(small, {"action": "delete", "id": id})
+    assert "No job yet" in teach_jobs._look(small, known)[2] and len(teach.tray.pictures) == 2
 
 
 def test_settings_are_told_by_the_names_of_the_page(opened, picture_bytes):

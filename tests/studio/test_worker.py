@@ -198,23 +198,15 @@ def test_two_processes_never_work_on_one_job(job, capsys):
 # -- kills ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def killed(saved_pipe):
+@pytest.fixture
+def killed(forked, saved_pipe):
     """killed(folder, at) -> (exit code, operations): teach in a process of its own, killed before its `at`-th file operation."""
-    command = [sys.executable, str(Path(__file__).with_name("killed_worker.py")), str(saved_pipe)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdin and process.stdout and process.stdout.readline() == "ready\n"
 
-        def ask(folder: Path, at: int = 0) -> tuple[int, int | None]:
-            assert process.stdin and process.stdout
-            process.stdin.write(json.dumps({"folder": str(folder), "at": at}) + "\n")
-            process.stdin.flush()
-            told = json.loads(process.stdout.readline())
-            return told["code"], told["operations"]
+    def ask(folder: Path, at: int = 0) -> tuple[int, int | None]:
+        told = forked.ask(teach=str(folder), at=at, model=str(saved_pipe))
+        return told["code"], told["operations"]
 
-        yield ask
-        process.stdin.close()
+    return ask
 
 
 def sweep(killed, job, points) -> None:

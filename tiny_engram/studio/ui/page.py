@@ -59,7 +59,9 @@ def build_page(studio: Studio) -> gr.Blocks:
         build_api(studio)  # first: an event of the page with the same name would take it
         gr.HTML(_header(studio), elem_id="header")
         # Outside of the tabs: what is in a tab that was never opened neither ticks nor changes.
-        version = gr.Textbox(label="state of the library", visible="hidden", elem_id="library-version")
+        # A page begins with the version of now: what it is loaded with needs no second look when the timer first ticks, which would fall
+        # into what is typed by then.
+        version = gr.Textbox(str(studio.library.version), label="state of the library", visible="hidden", elem_id="library-version")
         timer = gr.Timer(POLL_SECONDS)
         timer.tick(lambda: str(studio.library.version), None, version, **{**quick, "trigger_mode": "once"})
         built: dict[str, Any] = {}
