@@ -3,7 +3,7 @@
 import gradio as gr
 import pytest
 
-from tiny_engram.studio.ui.register_tab import draft_list
+from tiny_engram.studio.ui.register_tab import build_register, draft_list
 
 
 @pytest.fixture
@@ -113,3 +113,10 @@ def test_a_class_word_is_judged_and_a_draft_is_saved_once(event_of, drafts, monk
     assert save("zorp-quib", "zorpquib", "mug") == save("zorp-quib", "zorpquib", " mug ") and len(told) == 1
     save("zorp-quib", "zorpquib", "cup")
     assert len(told) == 2 and drafts.drafts()[0].class_word == "cup"
+
+
+def test_a_late_look_at_an_empty_box_takes_no_report_away(opened_studio, built):
+    tab, _ = built(build_register, opened_studio)
+    fn, outputs, inputs = tab.refresh()
+    assert len(inputs) == 2 and len(fn("", "")) == len(outputs) and all(each == gr.skip() for each in fn("", "")[1:])
+    assert "A good trigger" in fn("zorp-quib", "")[1]

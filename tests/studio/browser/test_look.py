@@ -83,9 +83,6 @@ def test_a_reload_comes_back_to_the_tab_that_was_open(furnished, window):
         expect(seen.page).to_have_url(f"{seen.url}/#{name.lower()}")
         seen.reload()
         seen.expect_tab(name)
-    seen.page.goto(f"{seen.url}/#no-tab")
-    seen.reload()
-    seen.expect_tab("Register")
 
 
 def test_what_asks_before_it_takes_away_begins_at_the_way_back(furnished, window):

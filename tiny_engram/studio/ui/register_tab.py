@@ -151,7 +151,8 @@ def build_register(studio: Studio) -> RegisterTab:
     undo.click(handled(undone), deleted, [drafts, deleted, undo], **quiet)
 
     def refreshed(typed: str, spellings: str) -> tuple[Any, ...]:
-        # also what was typed before the page was ready to ask, or before something else was saved
-        return draft_list(studio), *judge(typed, spellings)
+        # also what was typed before the page was ready to ask, or before something else was saved; of an empty box there is nothing to
+        # say, and it may be the box as it was before somebody typed
+        return draft_list(studio), *(judge(typed, spellings) if (typed or "").strip() else [gr.skip() for _ in judged])
 
     return RegisterTab(trigger, aliases, class_word, teach, lambda: (refreshed, [drafts, *judged], [trigger, aliases]))
