@@ -40,8 +40,8 @@ def test_every_event_handles_its_errors(page):
 
 def test_what_can_fail_goes_through_the_queue(page):
     """An error or a notice of an event outside of it would be seen by nobody: these answer in their place, or cannot fail."""
-    quick = {"on_class_word", "answer", "on_typing", "on_search", "typed", "typed_now", "chosen", "restored", "tick", "on_cancel", "opens"}
-    quick |= {"teach_trigger", "teach_draft", "register", "suggest", "concepts", "explain", "train_status", "<lambda>"}
+    quick = {"on_class_word", "answer", "on_typing", "on_search", "typed", "filled", "follow", "chosen", "restored", "tick", "on_cancel"}
+    quick |= {"opens", "teach_trigger", "teach_draft", "register", "suggest", "concepts", "explain", "train_status", "<lambda>"}
     handlers = [getattr(fn.fn, "__wrapped__", fn.fn) for fn in page.fns.values() if fn.fn is not None and not fn.queue]
     outside = {getattr(each, "func", each).__name__ for each in handlers}
     assert outside <= quick, outside - quick

@@ -280,9 +280,9 @@ def test_the_page_is_built_of_private_events(opened):
         tab = teach_tab.build_teach(opened)
         fn, outputs = tab.refresh()
         follow, following, texts = tab.follow()
-    assert len(fn()) == len(outputs) and texts == [tab.trigger, tab.aliases, tab.class_word]
-    assert len(follow("zed-quack", "", "mug")) == len(following) == len(follow("", "", ""))
-    assert teach_tab._Teach(opened).restored()[:3] == ("zed-quack", "", "mug")  # boxes that are empty write nothing
+    assert len(fn()) == len(outputs) and texts[:3] == [tab.trigger, tab.aliases, tab.class_word]
+    assert len(follow("zed-quack", "", "mug", None)) == len(following)
+    assert teach_tab._Teach(opened).restored()[:3] == ("", "", "")  # what is only shown is not written
     assert {each.api_visibility for each in page.fns.values()} == {"private"}
     targets = {
         (type(page.blocks[id]).__name__.lower(), event) for each in page.fns.values() for id, event in each.targets if id in page.blocks
@@ -297,20 +297,23 @@ def test_the_form_is_kept_box_by_box(opened, picture_bytes):
     teach = teach_tab._Teach(opened)
     teach.typed("class_word", "mug")
     teach.typed("aliases", "zq, quack")
-    report, tray = teach.typed("trigger", "zed-quack")
+    teach.filled("zed-quack", "", "")
+    report, tray, seen = teach.follow("zed-quack", "zq, quack", "mug", None)
     assert teach.restored()[:4] == ("zed-quack", "zq, quack", "mug", "balanced")
     assert "te-token" in report and "Nothing is in its way" in report
     teach.dropped([])
     teach.tray.add([(f"{k}.png", picture_bytes(k)) for k in range(2)])
     first, second = teach.tray.pictures
+    assert "2 pictures<" in (tray := teach.follow("zed-quack", "", "mug", seen))[1]["html"] and "2 pictures<" not in str(tray[2])
+    assert "html" not in teach.follow("zed-quack", "", "cup", tray[2])[1]  # the page shows it already
     # a caption that was typed just before goes with the click
     _, tray, *_ = teach.act(_event(action="remove", id=first.id, captions={second.id: "the zed-quack"}, trigger="zed-quack"))
     assert tray["spellings"] == ["zed-quack", "zq", "quack"] and "1 picture<" in tray["html"] and "the {trigger}" in tray["html"]
     assert "No pictures yet" in teach.act(_event(action="clear", id=""))[1]["html"]
     draft = opened.library.save_draft("zed-quack", ["zq"], "mug")
-    assert teach.chosen(draft) == ("zed-quack", "zq", "mug") and "Nothing is in its way" in teach.report()
+    assert teach.chosen(draft) == ("zed-quack", "zq", "mug") and "Nothing is in its way" in teach.report(teach.tray.form)
     opened.library.save_draft("zed-quack-two")
-    assert "zed-quack-two" in teach.report()
+    assert "zed-quack-two" in teach.report(teach.tray.form)
     *values, _ = teach.preset("best")
     teach.setting("best", *[9 if name == "max_train_steps" else value for name, value in zip(FIELDS, values, strict=True)])
     assert teach_tab._Teach(opened).tray.form.options == {"max_train_steps": 9}
@@ -379,7 +382,7 @@ def test_a_job_from_start_to_use(small, picture_bytes):
     (used, _), _ = teach_jobs._act(small, {"action": "use", "id": id})
     assert [each.id for each in small.engine.loaded()] == [used]
     _, (seen, _) = teach_jobs._act(small, {"action": "see", "id": id})
-    assert seen == used and "has the tokens of" in teach.typed("trigger", "zed-quack")[0]
+    assert seen == used and "has the tokens of" in teach.follow("zed-quack", "", "", None)[0]
     small.library.delete(used)
     assert "no longer in the library" in teach_jobs._look(small, known)[2]
     teach_jobs._act(small, {"action": "delete", "id": id})
@@ -406,6 +409,6 @@ def test_settings_are_told_by_the_names_of_the_page(opened, picture_bytes):
 def test_a_class_word_and_a_taken_trigger_are_told_before_start(opened, concept_of):
     teach = teach_tab._Teach(opened)
     opened.library.add(concept_of("zed-quack", name="Quack"))
-    report, _ = teach.typed("trigger", "zed-quack")
+    report, *_ = teach.follow("zed-quack", "", "", None)
     assert "the concept &#x27;Quack&#x27; has the tokens of" in report and "only one of the two can be in use" in report
-    assert "does not know &#x27;zzzzqq&#x27; as one word" in teach.typed("class_word", "zzzzqq")[0]
+    assert "does not know &#x27;zzzzqq&#x27; as one word" in teach.follow("zed-quack", "", "zzzzqq", None)[0]

@@ -74,13 +74,17 @@ def build_page(studio: Studio) -> gr.Blocks:
         for name, tab in built.items():
             fn, outputs, *inputs = tab.refresh()
             # the last: a job has finished, or another window has changed something
-            for occasion in (page.load, opened[name].select, version.change):
-                shown = occasion(handled(fn), inputs[0] if inputs else None, outputs, **queued)
-                if hasattr(tab, "follow"):
-                    # An answer may be late: what it says of texts would be older than what was typed meanwhile.
-                    follow, following, texts = tab.follow()
-                    shown.then(handled(follow), texts, following, **quick)
+            occasions = page.load, opened[name].select, version.change
+            for occasion in occasions:
+                occasion(handled(fn), inputs[0] if inputs else None, outputs, **queued)
+            if hasattr(tab, "follow"):
+                # One event for all that it follows from: answers of two overtake each other, and a late one takes back what was typed.
+                follow, following, texts = tab.follow()
+                typing = [text.change for text in texts if isinstance(text, gr.Textbox)]
+                gr.on([*typing, *occasions], handled(follow), texts, following, **quick)
             opened[name].select(None, None, None, js=KEPT % name, **private)
+        # Boxes of a tab that was never opened do not tell that they were filled.
+        opened["teach"].select(handled(built["teach"].filled), list(built["teach"].texts), None, **quick)
         _wire(studio, tabs, built["register"], built["teach"], built["library"])
         page.load(None, None, None, js=READY, **private)
     return page

@@ -3,6 +3,7 @@
 All that is typed or dropped is in the tray on disk (`teach_tray`), all that runs in jobs/ (`teach_jobs`): a page that is loaded shows it.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from tiny_engram.studio.class_words import class_word_hint
 from tiny_engram.studio.errors import MOST_FILE, StudioError
 from tiny_engram.studio.html import pictures_refused
 from tiny_engram.studio.html_parts import escape, wrap
-from tiny_engram.studio.html_parts import notice as notice_html
 from tiny_engram.studio.job_folder import BUSY
 from tiny_engram.studio.library import Draft
 from tiny_engram.studio.presets import check_fields, fields_of
@@ -26,7 +26,7 @@ from tiny_engram.studio.ui.teach_form import build_fields, emptied, estimated, i
 from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html, twin_words
 from tiny_engram.studio.ui.teach_jobs import JobsPanel, build_jobs, script
 from tiny_engram.studio.ui.teach_pictures import crop_uri, whole_uri
-from tiny_engram.studio.ui.teach_tray import Tray
+from tiny_engram.studio.ui.teach_tray import Form, Tray
 
 __all__ = ["TeachTab", "build_teach"]
 
@@ -43,12 +43,14 @@ class TeachTab:
 
     trigger, aliases, class_word: text boxes; whoever fills them needs to do no more. jobs: its panel, with `finished` (changes when a
     concept came into the library), `used` and `seen` ((concept id, when): one was put on the shelf, one is to be shown in the Library).
+    filled: keeps what another tab typed into the boxes.
     """
 
     trigger: gr.Textbox
     aliases: gr.Textbox
     class_word: gr.Textbox
     jobs: JobsPanel
+    filled: Callable[..., None]
     shown: tuple[Callable[..., tuple[Any, ...]], list[Any]]
     typed: tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]
 
@@ -68,8 +70,12 @@ class TeachTab:
         """(fn, outputs): all but the text boxes, and what follows from them, as the server has it."""
         return self.shown
 
+    @property
+    def texts(self) -> tuple[gr.Textbox, gr.Textbox, gr.Textbox]:
+        return self.trigger, self.aliases, self.class_word
+
     def follow(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]:
-        """(fn, outputs, inputs): what follows from the text boxes, as they are by then."""
+        """(fn, outputs, inputs): what follows from the text boxes, which are the first of the inputs."""
         return self.typed
 
 
@@ -89,16 +95,15 @@ class _Teach:
         wanted = " ".join(trigger.split()).casefold()
         return next((draft for draft in self.studio.library.drafts() if draft.trigger.casefold() == wanted), None)
 
-    def report(self) -> str:
-        form = self.tray.form
+    def report(self, form: Form) -> str:
         draft = self.draft(form.trigger)
         own = None if draft is None else draft.id
         hint = class_word_hint(form.class_word, self.studio.engine.book)
         return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own, hint)
 
-    def pictures(self) -> dict[str, Any]:
-        """The tray's value; teach.js fills the trigger in."""
-        form = self.tray.form
+    def pictures(self, form: Form | None = None) -> dict[str, Any]:
+        """The tray's value, with these texts or those that were kept; teach.js fills the trigger in."""
+        form = form or self.tray.form
         trigger = " ".join(form.trigger.split())
         shown = []
         for each in self.tray.pictures:
@@ -120,15 +125,22 @@ class _Teach:
 
     # -- what is done --------------------------------------------------------------------------------------------------------
 
-    def typed(self, field: str, text: str | None) -> tuple[Any, Any]:
+    def typed(self, field: str, text: str | None) -> None:
         """One text box alone: a page that is loaded fills the boxes one by one, and must not write down those that are still empty."""
-        before = self.tray.form
-        try:
-            form = self.tray.keep(**{field: text or ""})
-        except StudioError as error:  # while typing, a message in the corner at each letter would be no help
-            return wrap(notice_html("error", str(error))), gr.skip()
-        same = (before.trigger, before.aliases) == (form.trigger, form.aliases)
-        return self.report(), gr.skip() if same or not self.tray.pictures else self.pictures()
+        with contextlib.suppress(StudioError):  # what is too long is told by the report
+            self.tray.keep(**{field: text or ""})
+
+    def filled(self, trigger: str, aliases: str, class_word: str) -> None:
+        """All boxes of a tab that opens: another tab may have filled them. Empty ones are of a page that was not filled yet."""
+        for field, text in (("trigger", trigger), ("aliases", aliases), ("class_word", class_word)):
+            if text:
+                self.typed(field, text)
+
+    def follow(self, trigger: str, aliases: str, class_word: str, seen: Any) -> tuple[Any, Any, Any]:
+        """What the texts of the page mean, and the tray with them, where the page has `seen` another; what it has seen then."""
+        texts = Form(trigger=trigger or "", aliases=aliases or "", class_word=class_word or "")
+        now = (texts.trigger, texts.aliases, self.tray.pictures)
+        return self.report(texts), gr.skip() if now == seen else self.pictures(texts), now
 
     def chosen(self, id: str | None) -> tuple[Any, Any, Any]:
         """A draft fills the text boxes, whose change does the rest."""
@@ -251,10 +263,11 @@ def build_teach(studio: Studio) -> TeachTab:
         with gr.Column(scale=2, min_width=320, elem_id="teach-side"):
             jobs = build_jobs(studio)
     told = gr.State(None)  # ids of the finished jobs that this page has told of
+    seen = gr.State(None)  # texts and pictures that the tray of this page shows
 
     texts = [trigger, aliases, class_word]
     for field, box in (("trigger", trigger), ("aliases", aliases), ("class_word", class_word)):
-        box.change(handled(partial(teach.typed, field)), box, [report, tray], **quick)
+        box.change(handled(partial(teach.typed, field)), box, None, **quick)
     draft.input(handled(teach.chosen), draft, texts, **quick)
     files.upload(handled(teach.dropped), files, [files, refused, tray, preset, time], show_progress_on=files, **_PRIVATE)
     tray.typed(handled(teach.captioned), None, None, **queued)
@@ -284,10 +297,10 @@ def build_teach(studio: Studio) -> TeachTab:
         done = (finished or "").split()[1:]
         for id in set(done) - set(done if before is None else before):
             notice(f"{studio.jobs.job(id).name} is taught, and in the library.", title="Taught")
-        return done, teach.report(), teach.presets(), teach.time()
+        return done, teach.presets(), teach.time()
 
     # through the queue, since only there notices reach the page
-    jobs.finished.change(handled(taught), [jobs.finished, told], [told, report, preset, time], show_progress="hidden", **_PRIVATE)
+    jobs.finished.change(handled(taught), [jobs.finished, told], [told, preset, time], show_progress="hidden", **_PRIVATE)
 
     # Only when a page is loaded: elsewhere what is being typed is newer than what is on disk.
     page = Context.root_block
@@ -297,20 +310,12 @@ def build_teach(studio: Studio) -> TeachTab:
     def shown() -> tuple[Any, ...]:
         return teach.drafts(), teach.presets(), teach.time(), *jobs.look(None)
 
-    def typed_now(trigger: str, aliases: str, class_word: str) -> tuple[Any, ...]:
-        # A tab that opens because another one filled the boxes is newer than the disk; one that is loaded has empty boxes, and is older.
-        if trigger or aliases or class_word:
-            try:
-                teach.tray.keep(trigger=trigger or "", aliases=aliases or "", class_word=class_word or "")
-            except StudioError as error:
-                return wrap(notice_html("error", str(error))), gr.skip()
-        return teach.report(), teach.pictures()
-
     return TeachTab(
         trigger,
         aliases,
         class_word,
         jobs,
+        teach.filled,
         (shown, [draft, preset, time, *jobs.outputs]),
-        (typed_now, [report, tray], texts),
+        (teach.follow, [report, tray, seen], [*texts, seen]),
     )
