@@ -85,9 +85,11 @@ def test_a_reload_comes_back_to_the_tab_that_was_open(furnished, window):
         seen.expect_tab(name)
 
 
-def test_what_asks_before_it_takes_away_begins_at_the_way_back(furnished, window):
+def test_what_asks_before_it_takes_away_begins_at_the_way_back(furnished, window, repo_root):
     seen = window(furnished)
     seen.tab("Teach")
+    seen.find("#teach-files input[type=file]").set_input_files(repo_root / "assets" / "examples" / "duck" / "0.png")
+    expect(seen.find("#teach-tray .tt-card").first).to_be_visible()
     seen.find("#teach-tray button[data-action=clear]").click()
     expect(seen.find("dialog button")).to_have_text(["Go back", "Take all out"])
     expect(seen.find("dialog button").first).to_be_focused()

@@ -74,7 +74,7 @@ def test_a_concept_from_its_trigger_to_its_file_and_back(app, folder, window, re
     seen.find("#teach-presets label").filter(has_text="Quick").click()
     expect(seen.find("#teach-time")).to_contain_text("Takes about")
     seen.unfold("teach-advanced")
-    for label, value in (("Steps", "24"), ("Pictures a step", "1"), ("Sample every", "0")):
+    for label, value in (("Steps", "80"), ("Pictures a step", "1"), ("Sample every", "0")):
         page.locator("#teach-advanced").get_by_label(label).first.fill(value)
     expect(seen.find("#teach-time")).to_contain_text("second")
     seen.find("#teach-tray textarea").nth(1).fill(f"a toy {TRIGGER}")
@@ -85,11 +85,11 @@ def test_a_concept_from_its_trigger_to_its_file_and_back(app, folder, window, re
 
     # a reload in the middle of it
     live = seen.find("#teach-live .tt-live")
-    expect(live.locator(".tt-facts")).to_contain_text(re.compile(r"step [1-9]\d* of 24"))
+    expect(live.locator(".tt-facts")).to_contain_text(re.compile(r"step [1-9]\d* of 80"))
     seen.reload()
     seen.tab("Teach")
     expect(live).to_contain_text(TRIGGER)
-    expect(live).to_contain_text("of 24")
+    expect(live).to_contain_text("of 80")
     expect(seen.box("teach-trigger")).to_have_value(TRIGGER)
     expect(seen.find("#teach-tray .tt-card")).to_have_count(2)
     expect(seen.find("#teach-tray textarea").first).to_have_value(f"a photo of {TRIGGER}")
@@ -141,7 +141,7 @@ def test_a_concept_from_its_trigger_to_its_file_and_back(app, folder, window, re
     seen.tab("Library")
     card = seen.find("#library-cards .tl-card")
     expect(card).to_have_count(1)  # its draft went when it was taught
-    expect(card).to_contain_text("24 steps")
+    expect(card).to_contain_text("80 steps")
     card.locator(".tl-open").click()
     expect(seen.find("#library-title .tl-title")).to_have_text(TRIGGER)
     with page.expect_download() as given:
