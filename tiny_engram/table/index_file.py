@@ -37,7 +37,8 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
     names, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(names, dict) or not all(isinstance(v, str) for v in names.values()) or not isinstance(metadata, dict):
         raise refuse("no index of a sharded file, expected 'weight_map' from tensor names to file names")
-    for file in names.values():
+    files = {file: path.parent / file for file in set(names.values())}  # few, where names may be a hundred thousand
+    for file in files:
         if not file or file != os.path.basename(file) or file in (".", ".."):
             raise refuse(f"names the file {file!r}, expected a file of the same folder")
-    return metadata, {name: path.parent / file for name, file in names.items()}
+    return metadata, {name: files[file] for name, file in names.items()}
