@@ -135,8 +135,8 @@ class EngramLayer(nn.Module):
     def mixed(self, gated: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
         """The paper's convolution over gated values ``[B, T, copies, hidden]``; V4.1 has none and gives them back.
 
-        before: the gated values of the :attr:`conv_reach` positions in front of the block ``[B, conv_reach, copies, hidden]``, zeros where there
-        was none or a blocked one; without it the block is the text's beginning.
+        before: the gated values of the :attr:`conv_reach` positions in front of the block ``[B, conv_reach, copies, hidden]``, zeros where
+        there was none or a blocked one; without it the block is the text's beginning.
         """
         config = self.config
         if config.form == "v41":

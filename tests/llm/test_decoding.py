@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.llm.history import history_of
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -188,7 +189,7 @@ def test_a_mask_of_the_last_tokens_alone_hides_them_as_in_the_base(checked, text
     cache = caching(at.model)
     at.model(ids[:, :6], cache=cache)
     at.model(ids[:, 6:], attention_mask=torch.ones(1, 2), cache=cache)
-    assert torch.equal(cache.engram_history.ids[0, :8], torch.tensor([*ids[0, :6].tolist(), -1, -1]))
+    assert torch.equal(history_of(cache).ids[0, :8], torch.tensor([*ids[0, :6].tolist(), -1, -1]))
 
 
 def test_a_cropped_cache_reads_what_is_left(checked, text):
@@ -393,7 +394,7 @@ def test_calls_while_disabled_are_noted(checked, text, kept):
     at.noted.taken()
     at.model(ids[:, 9:], cache=cache)
     rows = at.noted.taken()
-    for key, states in cache.engram_history.states.items():
+    for key, states in history_of(cache).states.items():
         assert not bool(states[:, 5:9].any()), key
         assert bool(states[:, 4].any()) and bool(states[:, 9].any())
     at.model(ids)
