@@ -189,7 +189,9 @@ def test_a_mask_of_the_last_tokens_alone_hides_them_as_in_the_base(checked, text
     cache = caching(at.model)
     at.model(ids[:, :6], cache=cache)
     at.model(ids[:, 6:], attention_mask=torch.ones(1, 2), cache=cache)
-    assert torch.equal(history_of(cache).ids[0, :8], torch.tensor([*ids[0, :6].tolist(), -1, -1]))
+    history = history_of(cache)
+    assert history is not None and history.ids is not None
+    assert torch.equal(history.ids[0, :8], torch.tensor([*ids[0, :6].tolist(), -1, -1]))
 
 
 def test_a_cropped_cache_reads_what_is_left(checked, text):
@@ -394,7 +396,9 @@ def test_calls_while_disabled_are_noted(checked, text, kept):
     at.noted.taken()
     at.model(ids[:, 9:], cache=cache)
     rows = at.noted.taken()
-    for key, states in history_of(cache).states.items():
+    history = history_of(cache)
+    assert history is not None and len(history.states) == 2
+    for key, states in history.states.items():
         assert not bool(states[:, 5:9].any()), key
         assert bool(states[:, 4].any()) and bool(states[:, 9].any())
     at.model(ids)

@@ -51,7 +51,7 @@ def test_padded_prompts_of_unequal_length(model, text, tokenizer):
 
 
 def best_of_beams(model, ids, beams, new):
-    """Beam search without any cache: sequences ``[beams, T]`` of one prompt, best first, their scores, and how often beams changed places."""
+    """Beam search without any cache: sequences ``[beams, T]`` of one prompt, their scores, and how often beams changed places."""
     kept, scores, swaps = ids, torch.zeros(1), 0
     for _ in range(new):
         chances = model(kept, use_cache=False).logits[:, -1].log_softmax(-1) + scores[:, None]
@@ -77,7 +77,7 @@ def test_samples_of_one_prompt(model, text):
     found = {}
     for name, options in {"cached": {}, "whole": {"use_cache": False}}.items():
         torch.manual_seed(0)
-        found[name] = generated(model, ids, do_sample=True, num_return_sequences=4)
+        found[name] = generated(model, ids, do_sample=True, num_return_sequences=4, **options)
     assert torch.equal(found["cached"], found["whole"]) and len({tuple(row) for row in found["whole"].tolist()}) == 8
 
 

@@ -23,7 +23,7 @@ class TokenHistory:
 
     Attributes:
         ids: int64 ``[B, capacity]``, `BLOCKED` for padding; valid up to the cache's own length.
-        owners: int64 ``[B]``, numbers of users, or None for nobody's.
+        owners: int64 ``[B]``, numbers of users, or None for nobody's; the first call says it, and `begun` that there was one.
         states: by a reader's own key, ``[B, capacity, ...]``, which a convolution reads back: as many bytes a token as a hidden state has.
     """
 
@@ -32,6 +32,7 @@ class TokenHistory:
         self.capacity = capacity
         self.ids: torch.Tensor | None = None
         self.owners: torch.Tensor | None = None
+        self.begun = False
         self.states: dict[str, torch.Tensor] = {}
         self._seen = 0
 
@@ -84,7 +85,7 @@ class TokenHistory:
 
     def reset(self) -> None:
         """Nothing came before. The memory of a static cache stays."""
-        self._seen, self.owners = 0, None
+        self._seen, self.owners, self.begun = 0, None, False
         if self.capacity is None:
             self.ids, self.states = None, {}
 

@@ -27,11 +27,14 @@ __all__ = ["Call", "DecoderHost", "Reader", "reading_as"]
 
 _PASS = "engram_pass"
 _owners: ContextVar[torch.Tensor | None] = ContextVar("tiny_engram_owners", default=None)
+_owned = False  # was there ever an owner? A graph cannot look into a ContextVar, and need not before
 
 
 @contextmanager
 def reading_as(owners: torch.Tensor) -> Iterator[None]:
     """Caches that are begun within take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
+    global _owned
+    _owned = True
     token = _owners.set(owners)
     try:
         yield
@@ -193,17 +196,15 @@ class DecoderHost:
         hidden = padding(mask, ids, past, keys)
         padded = ids < 0 if hidden is None else hidden | (ids < 0)
         reach = max(reader.reach for reader in self.readers)
-        owners = _owners.get()
-        if owners is not None:
-            owners = _spread(owners.to(ids.device), ids.shape[0])
-        history = None
-        if cache is None:
+        history, owners = track(cache) if cache is not None else None, None
+        if history is not None and history.begun:
+            owners = history.owners
+        elif _owned:
+            owners = _current_owners(ids)  # pyright: ignore[reportArgumentType]
+        if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
         else:
-            history = track(cache)
-            if history.owners is None:
-                history.owners = owners
-            owners = history.owners
+            history.owners, history.begun = owners, True  # pyright: ignore[reportAttributeAccessIssue]
             history.extend(torch.where(padded, BLOCKED, ids), past)
             before = history.before(past, reach)
             if not all(reader.enabled for reader in self.readers):
@@ -214,7 +215,7 @@ class DecoderHost:
                 blocked, seen = padded, before
                 for token in reader.blocked_ids:
                     blocked, seen = blocked | (ids == token), torch.where(seen == token, BLOCKED, seen)
-                call = Call(ids, blocked, seen, owners, history, past)
+                call = Call(ids, blocked, seen, owners, history, past)  # pyright: ignore[reportArgumentType]
                 readings.append((reader, call, reader.prepare(call)))
         return readings
 
@@ -269,8 +270,8 @@ def _ids_of(kwargs: dict[str, Any]) -> torch.Tensor:
         shape = list(kwargs["inputs_embeds"].shape[:2])
         if told is None:
             raise TinyEngramError(
-                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them, and let "
-                "generate go on in the cache of that call"
+                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them, and "
+                "let generate go on in the cache of that call"
             )
         if told.ndim != 2 or told.shape[0] != shape[0] or told.shape[1] < shape[1]:
             raise TinyEngramError(f"engram_ids are {list(told.shape)}, inputs_embeds of {shape} tokens: expected as many")
@@ -282,8 +283,12 @@ def _checkpointed(module: nn.Module) -> bool:
     return bool(getattr(module, "gradient_checkpointing", False)) and module.training and torch.is_grad_enabled()
 
 
-def _spread(owners: torch.Tensor, rows: int) -> torch.Tensor:
+@torch.compiler.disable
+def _current_owners(ids: torch.Tensor) -> torch.Tensor | None:
     """Owners of the rows of a batch; beams of a prompt lie behind each other."""
+    owners, rows = _owners.get(), ids.shape[0]
+    if owners is None:
+        return None
     if not len(owners) or rows % len(owners):
         raise TinyEngramError(f"{len(owners)} users for a batch of {rows} rows: expected one for each row, or for each prompt")
-    return owners.repeat_interleave(rows // len(owners))
+    return owners.to(ids.device).repeat_interleave(rows // len(owners))
