@@ -23,7 +23,7 @@ from tiny_engram.table.storage import Home
 from tiny_engram.table.table_writer import write_table
 from tiny_engram.tokenizer import CompressedTokenizer
 
-from .ahead import Ahead, Coming
+from .ahead import Ahead, Coming, read_rows
 from .config import EngramConfig
 from .decoders import decoder_of
 from .history import BLOCKED
@@ -59,7 +59,8 @@ class EngramLayers(nn.Module):
         self.tokenizer = tokenizer
         self.engrams = nn.ModuleDict({str(layer): EngramLayer(config.layer_config(layer), tables[layer]) for layer in config.layers})
         self._canonical: dict[torch.device, torch.Tensor] = {}
-        self._ahead: dict[int, Ahead] = {}
+        stored = {layer: table for layer, table in tables.items() if not isinstance(table, LearnedRows)}
+        self._ahead = {layer: Ahead(table, self._engram(layer).hasher.config.columns) for layer, table in stored.items()}
         self._key = ""  # of this attachment: what a cache keeps for it is nobody else's
 
     @classmethod
@@ -117,6 +118,7 @@ class EngramLayers(nn.Module):
         engram = self._engram(layer)
         del engram.table  # a module and a plain object are kept in different places
         engram.table = rows
+        self._ahead[layer] = Ahead(rows, engram.hasher.config.columns)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 
@@ -162,15 +164,9 @@ class EngramLayers(nn.Module):
         return self._canonical[device]
 
     def _read(self, layer: int, engram: EngramLayer, row_ids: torch.Tensor) -> "torch.Tensor | Coming":
-        table = engram.table
-        if isinstance(table, HotRows):
-            table.observe(row_ids)
-        if torch.compiler.is_compiling() or isinstance(table, LearnedRows):
+        if torch.compiler.is_compiling() or isinstance(engram.table, LearnedRows):
             return row_ids
-        ahead = self._ahead.get(layer)
-        if ahead is None or ahead.rows is not table:
-            ahead = self._ahead[layer] = Ahead(table, row_ids.shape[-1])  # pyright: ignore[reportArgumentType]
-        coming = ahead.begin(row_ids, engram.row_dtype)
+        coming = self._ahead[layer].begin(row_ids, engram.row_dtype)
         return row_ids if coming is None else coming
 
     def at(self, layer: int, hidden: torch.Tensor, call: Call, prepared: dict[int, "torch.Tensor | Coming"]) -> torch.Tensor:
@@ -180,7 +176,10 @@ class EngramLayers(nn.Module):
             engram.to(hidden.device)
         found = prepared[layer]
         if isinstance(found, torch.Tensor):
-            return self._added(layer, engram, hidden, engram.rows(found.to(hidden.device)), call)
+            found = found.to(hidden.device)
+            learns = isinstance(engram.table, LearnedRows)
+            rows = engram.rows(found) if learns else read_rows(found, self._ahead[layer].handle, engram.row_dtype, self.config.head_dim)
+            return self._added(layer, engram, hidden, rows, call)
         rows = found.wait()
         # A gradient would look at the rows later, when their memory has others.
         out = self._added(layer, engram, hidden, (rows.clone() if torch.is_grad_enabled() else rows).to(hidden.device), call)
