@@ -188,6 +188,8 @@ class DecoderHost:
         past, keys = 0, ids.shape[1]
         if cache is not None:
             past = cache.get_seq_length()
+            if not cache.is_compileable:
+                past = int(past)  # a window's length may be a tensor after a crop
             if isinstance(past, int):
                 keys += past
             else:
