@@ -410,10 +410,13 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside(checked, text):
     with torch.inference_mode():
         cache = caching(at.model)
         at.model(ids[:, :70], cache=cache)  # grown
-        cache.reorder_cache(torch.tensor([1, 0]))
-    found = at.model(ids[[1, 0], 70:], cache=cache).logits
-    expected = at.model(ids[[1, 0]]).logits[:, 70:]
+        turned = copy.deepcopy(cache)
+        turned.reorder_cache(torch.tensor([1, 0]))
+    expected = at.model(ids).logits[:, 70:]
+    found = at.model(ids[:, 70:], cache=cache).logits
     assert difference(found, expected) < 5e-5 * float(expected.abs().max())
+    found = at.model(ids[[1, 0], 70:], cache=turned).logits
+    assert difference(found, expected[[1, 0]]) < 5e-5 * float(expected.abs().max())
 
 
 def test_caches_that_nobody_noted_are_refused(checked, text):
@@ -435,5 +438,7 @@ def test_caches_that_nobody_noted_are_refused(checked, text):
     engrams._mount(at.model)
     with pytest.raises(TinyEngramError, match="holds 12 tokens, and the ids of 6"):
         at.model(ids, cache=cache)
+    with pytest.raises(TinyEngramError, match="the cache is object: expected a Cache of transformers"):
+        at.model(ids, cache=object())
     with pytest.raises(TinyEngramError, match="layer 1 was called by itself"):
         at.model.model.layers[1](torch.zeros(1, 1, 32))

@@ -174,6 +174,12 @@ def history_of(cache: Any) -> TokenHistory | None:
 
 @torch.compiler.disable
 def _track(cache: Any) -> None:
+    from transformers import Cache
+
+    if not isinstance(cache, Cache):
+        raise TinyEngramError(
+            f"the cache is {type(cache).__name__}: expected a Cache of transformers, with the texts of a batch in its rows, as generate makes"
+        )
     past = int(cache.get_seq_length())
     if past:
         raise TinyEngramError(
@@ -190,7 +196,7 @@ def track(cache: Any) -> TokenHistory:
     """The ids of a cache, which has them from now on.
 
     Raises:
-        TinyEngramError: the cache holds keys whose ids nobody noted.
+        TinyEngramError: the cache holds keys whose ids nobody noted, or is of another kind (paged, say).
     """
     if history_of(cache) is None:
         _track(cache)

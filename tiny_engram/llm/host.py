@@ -185,8 +185,9 @@ class DecoderHost:
         return (), kwargs
 
     def _readings(self, ids: torch.Tensor, mask: Any, cache: Any) -> list[tuple[Reader, Call, Any]]:
-        past, keys = 0, ids.shape[1]
+        past, keys, history = 0, ids.shape[1], None
         if cache is not None:
+            history = track(cache)
             past = cache.get_seq_length()
             if not cache.is_compileable:
                 past = int(past)  # a window's length may be a tensor after a crop
@@ -198,7 +199,7 @@ class DecoderHost:
         hidden = padding(mask, ids, past, keys)
         padded = ids < 0 if hidden is None else hidden | (ids < 0)
         reach = max(reader.reach for reader in self.readers)
-        history, owners = track(cache) if cache is not None else None, None
+        owners = None
         if history is not None and history.begun:
             owners = history.owners
         elif _owned:
