@@ -116,10 +116,14 @@ class EngramLayer(nn.Module):
 
     def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
         """The table's rows ``[B, T, row_width]`` of int64 ``[B, T, columns]``, as the projections take them."""
+        return self.table.lookup(row_ids, dtype=self.row_dtype).flatten(-2)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What the table is asked for."""
         dtype = self.q_weight.dtype
         # A table rounds to these types itself; other types, float64 say, are exact from float32.
-        asked = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
-        return self.table.lookup(row_ids, dtype=asked).flatten(-2)
+        return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
 
     def gated_values(self, x: torch.Tensor, rows: torch.Tensor, *, blocked: torch.Tensor | None = None) -> torch.Tensor:
         """``gate * value`` ``[B, T, copies, hidden]`` in x's dtype, zeros where blocked; arguments as in :meth:`forward`."""
@@ -131,8 +135,8 @@ class EngramLayer(nn.Module):
     def mixed(self, gated: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
         """The paper's convolution over gated values ``[B, T, copies, hidden]``; V4.1 has none and gives them back.
 
-        before: the gated values of the :attr:`conv_reach` positions in front of the block ``[B, conv_reach, copies, hidden]``, zeros where there
-        was none or a blocked one; without it the block is the text's beginning.
+        before: the gated values of the :attr:`conv_reach` positions in front of the block ``[B, conv_reach, copies, hidden]``, zeros where
+        there was none or a blocked one; without it the block is the text's beginning.
         """
         config = self.config
         if config.form == "v41":

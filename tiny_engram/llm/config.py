@@ -78,7 +78,9 @@ class EngramConfig(JsonConfig):
             said = getattr(self, name)
             if said is not None and said != value and name != "base_model_name_or_path":
                 what = "tokenizer" if name in ("compressed_vocab", "pad_id", "fingerprint") else "model"
-                raise ConfigError(f"EngramConfig.{name} is {said!r}, this {what} has {value!r}: expected the {what} that the rows were made for")
+                raise ConfigError(
+                    f"EngramConfig.{name} is {said!r}, this {what} has {value!r}: expected the {what} that the rows were made for"
+                )
         return replace(self, **{name: value for name, value in found.items() if getattr(self, name) is None})
 
     @property

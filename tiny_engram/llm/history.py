@@ -6,6 +6,7 @@ copies or resets the cache does so to the ids too, since they are the cache's ow
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ class TokenHistory:
     """Raw ids of the tokens in one cache, and whose facts each of its rows may read.
 
     Attributes:
-        ids: int64 ``[B, capacity]``, `BLOCKED` where nothing may be read; valid up to the cache's own length.
-        owners: int64 ``[B]``, numbers of users, or None for nobody's.
-        states: a layer's own ``[B, capacity, ...]``, which a convolution reads back: as many bytes a token as a hidden state has.
+        ids: int64 ``[B, capacity]``, `BLOCKED` for padding; valid up to the cache's own length.
+        owners: int64 ``[B]``, numbers of users, or None for nobody's; the first call says it, and `begun` that there was one.
+        states: by a reader's own key, ``[B, capacity, ...]``, which a convolution reads back: as many bytes a token as a hidden state has.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -31,15 +32,9 @@ class TokenHistory:
         self.capacity = capacity
         self.ids: torch.Tensor | None = None
         self.owners: torch.Tensor | None = None
-        self.states: dict[int, torch.Tensor] = {}
+        self.begun = False
+        self.states: dict[str, torch.Tensor] = {}
         self._seen = 0
-
-    def allocate(self, batch: int, device: torch.device) -> None:
-        """Take the memory that a static cache's ids have, before a call is compiled; the first `extend` does it otherwise."""
-        with torch.inference_mode(False):
-            self.ids = torch.full((batch, self.capacity or 64), BLOCKED, dtype=torch.int64, device=device)
-        if self.capacity is not None:
-            torch._dynamo.mark_static_address(self.ids)
 
     def extend(self, block: torch.Tensor, past: "int | torch.Tensor") -> None:
         """Note the ids of a call, behind the first `past` ones; what stood behind these (rejected drafts, say) is gone.
@@ -51,66 +46,86 @@ class TokenHistory:
         Raises:
             TinyEngramError: the cache has keys of calls without its ids, or another batch.
         """
-        if self.ids is None:
-            self.allocate(block.shape[0], block.device)
-        assert self.ids is not None
-        if self.ids.shape[0] != block.shape[0]:
+        if self.ids is not None and self.ids.shape[0] != block.shape[0]:
             raise TinyEngramError(
                 f"this call has {block.shape[0]} rows, the cache's ids {self.ids.shape[0]}: expected as many; select or repeat rows by the "
                 "cache's own batch_select_indices, batch_repeat_interleave or reorder_cache"
             )
-        if self.capacity is None:
-            assert isinstance(past, int)
+        if isinstance(past, int):  # the length of a static cache is known to the device alone
             if past > self._seen:
                 raise TinyEngramError(
-                    f"the cache holds {past} tokens, and the ids of {self._seen} of them are known: expected all; fill it by calls of the model "
-                    "with Engram attached"
+                    f"the cache holds {past} tokens, and the ids of {self._seen} of them are known: expected all; fill it by calls of the "
+                    "model with Engram attached"
                 )
-            lacking = past + block.shape[1] - self.ids.shape[1]
-            if lacking > 0:
-                more = self.ids.new_full((self.ids.shape[0], max(lacking, self.ids.shape[1])), BLOCKED)
-                self.ids = torch.cat((self.ids, more), dim=1)
             self._seen = past + block.shape[1]
-        place = torch.arange(block.shape[1], device=block.device) + past
-        self.ids.index_copy_(1, place, block)
+        self.ids = self._room(self.ids, block, past, BLOCKED)
+        self.ids.index_copy_(1, _places(past, 0, block.shape[1], block.device), block)
 
     def before(self, past: "int | torch.Tensor", size: int) -> torch.Tensor:
         """The last `size` ids in front of place `past`, oldest first: int64 ``[B, size]``, `BLOCKED` where there is none."""
         assert self.ids is not None
-        place = torch.arange(-size, 0, device=self.ids.device) + past
-        found = self.ids.index_select(1, place.clamp(min=0))
-        return torch.where(place < 0, BLOCKED, found)
+        return _in_front(self.ids, past, size, BLOCKED)
 
-    def extend_states(self, layer: int, block: torch.Tensor, past: "int | torch.Tensor", size: int) -> torch.Tensor:
-        """Note a layer's states ``[B, T, ...]`` of a call; those of the `size` places in front ``[B, size, ...]``, zeros where there is none."""
-        held = self.states.get(layer)
-        if held is None:
-            with torch.inference_mode(False):
-                held = torch.zeros((block.shape[0], self.capacity or 64, *block.shape[2:]), dtype=block.dtype, device=block.device)
-            if self.capacity is not None:
-                torch._dynamo.mark_static_address(held)
-        if self.capacity is None:
-            lacking = past + block.shape[1] - held.shape[1]
-            if lacking > 0:
-                held = torch.cat((held, held.new_zeros((held.shape[0], max(int(lacking), held.shape[1]), *held.shape[2:]))), dim=1)
-        self.states[layer] = held
-        place = torch.arange(-size, 0, device=block.device) + past
-        before = held.index_select(1, place.clamp(min=0))
-        before = torch.where((place < 0).view(1, -1, *[1] * (block.ndim - 2)), torch.zeros_like(before), before)
-        held.index_copy_(1, torch.arange(block.shape[1], device=block.device) + past, block.detach())
+    def extend_states(self, key: str, block: torch.Tensor, past: "int | torch.Tensor", size: int) -> torch.Tensor:
+        """Note a reader's states ``[B, T, ...]`` of a call, without their gradient.
+
+        Returns:
+            those of the `size` places in front ``[B, size, ...]``, zeros where there is none.
+        """
+        held = self.states[key] = self._room(self.states.get(key), block, past, 0)
+        before = _in_front(held, past, size, 0)
+        held.index_copy_(1, _places(past, 0, block.shape[1], block.device), block.detach())
         return before
 
-    def reset(self) -> None:
-        """Nothing came before; the memory stays."""
-        self._seen, self.owners = 0, None
+    def skip_states(self, past: "int | torch.Tensor", size: int) -> None:
+        """States of `size` places behind the first `past` ones are zeros, for every reader that does not note its own."""
+        for key, held in self.states.items():
+            held = self.states[key] = self._room(held, held[:, :1].expand(-1, size, *held.shape[2:]), past, 0)
+            held.index_fill_(1, _places(past, 0, size, held.device), 0)
 
-    def rows(self, change: Any) -> None:
-        """Apply `change` (a function of a tensor) along the batch."""
-        if self.ids is not None:
-            self.ids = change(self.ids)
-        if self.owners is not None:
-            self.owners = change(self.owners)
-        self.states = {layer: change(values) for layer, values in self.states.items()}
+    def reset(self) -> None:
+        """Nothing came before. The memory of a static cache stays."""
+        self._seen, self.owners, self.begun = 0, None, False
+        if self.capacity is None:
+            self.ids, self.states = None, {}
+
+    def change_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `change` along the batch."""
+        # Normal tensors, here and below: those made in inference mode could not be written by a later call outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.ids is not None:
+                self.ids = change(self.ids)
+            if self.owners is not None:
+                self.owners = change(self.owners)
+            self.states = {key: change(values) for key, values in self.states.items()}
+
+    def _room(self, held: torch.Tensor | None, block: torch.Tensor, past: "int | torch.Tensor", empty: int) -> torch.Tensor:
+        """`held`, made or grown so that the block has room behind `past`."""
+        if held is None:
+            with torch.inference_mode(False):
+                shape = block.shape[0], self.capacity or 64, *block.shape[2:]
+                held = torch.full(shape, empty, dtype=block.dtype, device=block.device)
+            if self.capacity is not None and not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(held)
+        if self.capacity is None:
+            assert isinstance(past, int)
+            lacking = past + block.shape[1] - held.shape[1]
+            if lacking > 0:
+                with torch.inference_mode(False), torch.no_grad():
+                    more = held.new_full((held.shape[0], max(lacking, held.shape[1]), *held.shape[2:]), empty)
+                    held = torch.cat((held, more), dim=1)
+        return held
+
+
+def _places(past: "int | torch.Tensor", start: int, stop: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(start, stop, device=device) + (past.to(device) if isinstance(past, torch.Tensor) else past)
+
+
+def _in_front(held: torch.Tensor, past: "int | torch.Tensor", size: int, empty: int) -> torch.Tensor:
+    """The last `size` columns in front of place `past`, `empty` where there is none."""
+    places = _places(past, -size, 0, held.device)
+    found = held.index_select(1, places.clamp(min=0))
+    return found.masked_fill((places < 0).view(1, -1, *[1] * (held.ndim - 2)), empty)
 
 
 class _Tracked:
@@ -120,15 +135,15 @@ class _Tracked:
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # pyright: ignore[reportAttributeAccessIssue]
-        self.engram_history.rows(lambda values: values.index_select(0, beam_idx.to(values.device)))
+        self.engram_history.change_rows(lambda values: values.index_select(0, beam_idx.to(values.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # pyright: ignore[reportAttributeAccessIssue]
-        self.engram_history.rows(lambda values: values.repeat_interleave(repeats, dim=0))
+        self.engram_history.change_rows(lambda values: values.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)  # pyright: ignore[reportAttributeAccessIssue]
-        self.engram_history.rows(lambda values: values[indices.to(values.device)])
+        self.engram_history.change_rows(lambda values: values[torch.as_tensor(indices, device=values.device)])
 
     def reset(self) -> None:
         super().reset()  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,7 +155,7 @@ class _Tracked:
 
 
 def _rebuilt(kind: type, state: dict[str, Any]) -> Any:
-    cache = kind.__new__(kind)
+    cache: Any = object.__new__(kind)
     cache.__dict__.update(state)
     cache.__class__ = _tracked(kind)
     return cache
@@ -158,21 +173,31 @@ def history_of(cache: Any) -> TokenHistory | None:
 
 
 @torch.compiler.disable
-def track(cache: Any) -> TokenHistory:
-    """The ids of a cache, which has them from now on.
+def _track(cache: Any) -> None:
+    from transformers import Cache
 
-    Raises:
-        TinyEngramError: the cache holds keys whose ids nobody noted.
-    """
-    found = history_of(cache)
-    if found is not None:
-        return found
+    if not isinstance(cache, Cache):
+        raise TinyEngramError(
+            f"the cache is {type(cache).__name__}: expected a Cache of transformers, with the texts of a batch in its rows, as generate makes"
+        )
     past = int(cache.get_seq_length())
     if past:
         raise TinyEngramError(
             f"the cache holds {past} tokens from calls without Engram: expected an empty one, or one that was filled with Engram attached; "
             "n-grams would not know what came before"
         )
-    cache.engram_history = TokenHistory(cache.get_max_length() if cache.layers and cache.is_compileable else None)
+    # One of sliding windows alone says how long the window is, not how long the text may get.
+    fixed = bool(cache.layers) and cache.is_compileable and not all(cache.is_sliding)
+    cache.engram_history = TokenHistory(cache.get_max_length() if fixed else None)
     cache.__class__ = _tracked(type(cache))
+
+
+def track(cache: Any) -> TokenHistory:
+    """The ids of a cache, which has them from now on.
+
+    Raises:
+        TinyEngramError: the cache holds keys whose ids nobody noted, or is of another kind (paged, say).
+    """
+    if history_of(cache) is None:
+        _track(cache)
     return cache.engram_history

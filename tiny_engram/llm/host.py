@@ -1,9 +1,12 @@
 """One frozen decoder and whatever reads its token ids: hooks around its call, and in front of its layers.
 
-Imports torch, tiny_engram.errors and, of this package, decoders and history. What a call carries travels with it, as a keyword
+Imports torch, tiny_engram.errors and, of this package, decoders, history and masks. What a call carries travels with it, as a keyword
 argument from the decoder to its layers: two calls that interleave, on one thread or several, share nothing.
 """
 
+import copy
+import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,16 +21,20 @@ from tiny_engram.errors import TinyEngramError
 
 from .decoders import Decoder, decoder_of
 from .history import BLOCKED, TokenHistory, track
+from .masks import padding
 
 __all__ = ["Call", "DecoderHost", "Reader", "reading_as"]
 
-_CALL = "engram_call"
+_PASS = "engram_pass"
 _owners: ContextVar[torch.Tensor | None] = ContextVar("tiny_engram_owners", default=None)
+_owned = False  # was there ever an owner? A graph cannot look into a ContextVar, and need not before
 
 
 @contextmanager
 def reading_as(owners: torch.Tensor) -> Iterator[None]:
     """Caches that are begun within take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
+    global _owned
+    _owned = True
     token = _owners.set(owners)
     try:
         yield
@@ -37,16 +44,14 @@ def reading_as(owners: torch.Tensor) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Call:
-    """What one call of the decoder brings.
+    """What one call of the decoder brings to one reader.
 
     Attributes:
         ids: int64 ``[B, T]`` raw token ids; where `blocked` is true they mean nothing.
-        blocked: bool ``[B, T]``: padding, and tokens that no n-gram may read.
-        before: int64 ``[B, reach]`` raw ids of the tokens in front, oldest first, `BLOCKED` where there is none.
+        blocked: bool ``[B, T]``: padding, and the reader's blocked tokens.
+        before: int64 ``[B, reach]`` raw ids of the tokens in front, oldest first, `BLOCKED` where there is none that the reader may read.
         owners: int64 ``[B]`` or None.
-        history: of the cache, and `past`, its length; None without one.
-        prepared: what each reader made of it.
-        passed: layers that were called.
+        history: of the cache, and `past`, its length as the call began; None without one.
     """
 
     ids: torch.Tensor
@@ -55,8 +60,6 @@ class Call:
     owners: torch.Tensor | None
     history: TokenHistory | None = None
     past: "int | torch.Tensor" = 0
-    prepared: dict[int, Any] = field(default_factory=dict)
-    passed: list[int] = field(default_factory=list)
 
 
 class Reader(Protocol):
@@ -78,31 +81,19 @@ class Reader(Protocol):
         ...
 
 
-def _unattended(mask: Any, past: "int | torch.Tensor", ids: torch.Tensor) -> torch.Tensor | None:
-    """bool ``[B, T]``: the block's tokens that the attention mask hides, which are padding; None where there is no mask.
+@dataclass(slots=True)
+class _Pass:
+    """One call on its way through the layers: readers with what they made of it, and the layers that it came to."""
 
-    A two-dimensional mask says so itself. In one of four dimensions a token that does not attend to itself is padding: so says the
-    diagonal, whatever window a layer has.
-    """
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()))
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
-        shown = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise TinyEngramError(f"attention mask is {shown}: expected [B, T] or [B, heads, T, keys]; pass the tokenizer's own")
-    place = torch.arange(ids.shape[1], device=ids.device) + past
-    if mask.ndim == 2:
-        if mask.shape[1] == ids.shape[1]:
-            return mask == 0  # of this block alone, or nothing was before it
-        return mask.index_select(1, place.to(mask.device)).to(ids.device) == 0
-    seen = mask[:, 0].gather(2, place[None, :, None].expand(mask.shape[0], -1, 1).to(mask.device))[..., 0].to(ids.device)
-    seen = seen if seen.dtype == torch.bool else seen == 0
-    return (~seen).expand(ids.shape)
+    readings: list[tuple[Reader, Call, Any]]
+    passed: list[int] = field(default_factory=list)
 
 
 class DecoderHost:
-    """The hooks of one decoder, shared by its readers; there are none while nobody reads."""
+    """The hooks of one decoder, shared by its readers; there are none while nobody reads.
+
+    A deep copy of the model has a host of its own, with copies of the readers. With hooks in it a model cannot be pickled.
+    """
 
     _hosts: "weakref.WeakKeyDictionary[nn.Module, DecoderHost]" = weakref.WeakKeyDictionary()
 
@@ -111,6 +102,7 @@ class DecoderHost:
         self._module = weakref.ref(decoder.module)
         self._layers = [weakref.ref(layer) for layer in decoder.layers]
         self._cache_argument = decoder.cache_argument
+        self._names = tuple(inspect.signature(decoder.module.forward).parameters)
         self.readers: list[Reader] = []
         self._handles: list[Any] = []
 
@@ -123,43 +115,65 @@ class DecoderHost:
             host = cls._hosts[decoder.module] = cls(decoder)
         return host
 
+    @classmethod
+    def release(cls, reader: Reader) -> None:
+        """Detach a reader from whatever it is attached to."""
+        for host in list(cls._hosts.values()):
+            host.remove(reader)
+
     def add(self, reader: Reader) -> None:
         """Attach a reader behind those that are there. Raises TinyEngramError for a layer that the decoder does not have."""
         count = len(self._layers)
         wrong = [layer for layer in reader.layers if not 0 <= layer < count]
         if wrong or not reader.layers:
             raise TinyEngramError(f"layers are {list(reader.layers)}: expected one or more of 0 to {count - 1}, of this model")
-        self.readers.append(reader)
+        self.readers = [*self.readers, reader]
         self._hook()
 
     def remove(self, reader: Reader) -> None:
-        """Detach a reader; the last one takes the hooks with it."""
-        self.readers = [each for each in self.readers if each is not reader]
-        self._hook()
+        """Detach a reader, where it is attached here; the last one takes the hooks with it."""
+        if any(each is reader for each in self.readers):
+            self.readers = [each for each in self.readers if each is not reader]
+            self._hook()
 
     def _hook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if "torch._dynamo" in sys.modules:
+            # What was compiled keeps the hooks that it was compiled with, and nothing in it asks whether they are still those.
+            torch.compiler.reset()
         module = self._module()
         if not self.readers or module is None:
             return
         self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-        for number in sorted({layer for reader in self.readers for layer in reader.layers}):
-            layer = self._layers[number]()
+        # In front of all, so that none passes on to its attention what it does not know.
+        for number, reference in enumerate(self._layers):
+            layer = reference()
             assert layer is not None
             self._handles.append(layer.register_forward_pre_hook(_LayerHook(self, number), with_kwargs=True))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecoderHost":
+        module = self._module()
+        copied = memo[id(module)]  # the decoder, whose hooks are being copied
+        host = memo[id(self)] = object.__new__(type(self))
+        host._module = weakref.ref(copied)
+        host._cache_argument, host._names = self._cache_argument, self._names
+        host._layers = [weakref.ref(copy.deepcopy(layer(), memo)) for layer in self._layers]
+        host.readers = copy.deepcopy(self.readers, memo)
+        host._handles = copy.deepcopy(self._handles, memo)
+        self._hosts[copied] = host
+        return host
+
+    def __reduce__(self) -> Any:
+        raise TinyEngramError("a model with Engram attached cannot be pickled: call detach first, and attach in the other process")
+
     # -- a call of the decoder -----------------------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        ids = args[0] if args else kwargs.get("input_ids")
-        told = kwargs.pop("engram_ids", None)  # beside inputs_embeds
-        ids = told if ids is None else ids
-        if ids is None:
-            raise TinyEngramError("the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], too")
-        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        ids = _ids_of(kwargs)
         name = next((name for name in ("cache", "past_key_values") if kwargs.get(name) is not None), self._cache_argument)
         cache = kwargs.get(name)
         wanted = kwargs.get("use_cache")
@@ -167,54 +181,67 @@ class DecoderHost:
             from transformers import DynamicCache
 
             cache = kwargs[name] = DynamicCache(config=module.config)  # pyright: ignore[reportArgumentType]
-        kwargs[_CALL] = self._call(ids, mask, cache)
-        return args, kwargs
+        kwargs[_PASS] = _Pass(self._readings(ids, kwargs.get("attention_mask"), cache))
+        return (), kwargs
 
-    def _call(self, ids: torch.Tensor, mask: Any, cache: Any) -> Call:
-        past = cache.get_seq_length() if cache is not None else 0
-        hidden = _unattended(mask, past, ids)
-        blocked = torch.zeros_like(ids, dtype=torch.bool) if hidden is None else hidden
-        for token in sorted({token for reader in self.readers for token in reader.blocked_ids}):
-            blocked = blocked | (ids == token)
+    def _readings(self, ids: torch.Tensor, mask: Any, cache: Any) -> list[tuple[Reader, Call, Any]]:
+        past, keys, history = 0, ids.shape[1], None
+        if cache is not None:
+            history = track(cache)
+            past = cache.get_seq_length()
+            if not cache.is_compileable:
+                past = int(past)  # a window's length may be a tensor after a crop
+            if isinstance(past, int):
+                keys += past
+            else:
+                past = past.clone()  # it is the cache's own counter, which the first layer moves on
+                keys = cache.get_max_length()
+        hidden = padding(mask, ids, past, keys)
+        padded = ids < 0 if hidden is None else hidden | (ids < 0)
         reach = max(reader.reach for reader in self.readers)
-        owners = _owners.get()
-        if owners is not None:
-            owners = _spread(owners.to(ids.device), ids.shape[0])
-        history = None
-        if cache is None:
+        owners = None
+        if history is not None and history.begun:
+            owners = history.owners
+        elif _owned:
+            owners = _current_owners(ids)  # pyright: ignore[reportArgumentType]
+        if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
         else:
-            history = track(cache)
-            if history.owners is None:
-                history.owners = owners
-            owners = history.owners
-            history.extend(torch.where(blocked, BLOCKED, ids), past)
+            history.owners, history.begun = owners, True  # pyright: ignore[reportAttributeAccessIssue]
+            history.extend(torch.where(padded, BLOCKED, ids), past)
             before = history.before(past, reach)
-        call = Call(ids, blocked, before, owners, history, past)
-        for number, reader in enumerate(self.readers):
+            if not all(reader.enabled for reader in self.readers):
+                history.skip_states(past, ids.shape[1])
+        readings = []
+        for reader in self.readers:
             if reader.enabled:
-                call.prepared[number] = reader.prepare(call)
-        return call
+                blocked, seen = padded, before
+                for token in reader.blocked_ids:
+                    blocked, seen = blocked | (ids == token), torch.where(seen == token, BLOCKED, seen)
+                call = Call(ids, blocked, seen, owners, history, past)  # pyright: ignore[reportArgumentType]
+                readings.append((reader, call, reader.prepare(call)))
+        return readings
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        call = kwargs[_CALL]
-        lacking = {layer for number in call.prepared for layer in self.readers[number].layers} - set(call.passed)
+        flow = kwargs[_PASS]
+        # A model that drafts for itself leaves its later layers out.
+        wanted = {layer for reader, _, _ in flow.readings for layer in reader.layers if layer < module.config.num_hidden_layers}
+        lacking = wanted - set(flow.passed)
         if lacking:
             raise TinyEngramError(
-                f"layers {sorted(lacking)} of the {type(module).__name__} were not called, or without the call's ids: expected all that Engram "
-                "reads at; detach and attach again after changing the model's layers"
+                f"layers {sorted(lacking)} of the {type(module).__name__} were not called, or without the call's ids: expected all that "
+                "Engram reads at; detach and attach again after changing the model's layers"
             )
 
-    def _at(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = kwargs.pop(_CALL, None)
-        if call is None:
+    def _at(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        flow = kwargs.pop(_PASS, None)
+        if flow is None:
             raise TinyEngramError(f"layer {number} was called by itself: expected a call of the whole decoder, which brings the token ids")
-        call.passed.append(number)
+        flow.passed.append(number)
         hidden = args[0] if args else kwargs["hidden_states"]
-        for place, prepared in call.prepared.items():
-            reader = self.readers[place]
+        for reader, call, prepared in flow.readings:
             if number in reader.layers:
                 hidden = reader.at(number, hidden, call, prepared)
         if args:
@@ -226,19 +253,45 @@ class DecoderHost:
 class _LayerHook:
     """The host's hook in front of one layer."""
 
-    def __init__(self, host: DecoderHost, number: int) -> None:
+    def __init__(self, host: DecoderHost | None, number: int) -> None:
         self.host, self.number = host, number
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.host is None:
+            raise TinyEngramError(f"layer {self.number} was copied without its model while Engram was attached: copy it after detach")
         return self.host._at(self.number, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_LayerHook":
+        whole = self.host is not None and id(self.host._module()) in memo
+        return _LayerHook(copy.deepcopy(self.host, memo) if whole else None, self.number)
+
+
+def _ids_of(kwargs: dict[str, Any]) -> torch.Tensor:
+    """Token ids int64 ``[B, T]`` of a call by its arguments, out of which `engram_ids` is taken; below 0 where there is no token."""
+    told, ids = kwargs.pop("engram_ids", None), kwargs.get("input_ids")
+    if ids is None:
+        shape = list(kwargs["inputs_embeds"].shape[:2])
+        if told is None:
+            raise TinyEngramError(
+                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them, and "
+                "let generate go on in the cache of that call"
+            )
+        if told.ndim != 2 or told.shape[0] != shape[0] or told.shape[1] < shape[1]:
+            raise TinyEngramError(f"engram_ids are {list(told.shape)}, inputs_embeds of {shape} tokens: expected as many")
+        ids = told[:, told.shape[1] - shape[1] :]  # as transformers takes the last of what a whole text came with
+    return ids.to(torch.int64)
 
 
 def _checkpointed(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False)) and module.training
+    return bool(getattr(module, "gradient_checkpointing", False)) and module.training and torch.is_grad_enabled()
 
 
-def _spread(owners: torch.Tensor, rows: int) -> torch.Tensor:
+@torch.compiler.disable
+def _current_owners(ids: torch.Tensor) -> torch.Tensor | None:
     """Owners of the rows of a batch; beams of a prompt lie behind each other."""
+    owners, rows = _owners.get(), ids.shape[0]
+    if owners is None:
+        return None
     if not len(owners) or rows % len(owners):
         raise TinyEngramError(f"{len(owners)} users for a batch of {rows} rows: expected one for each row, or for each prompt")
-    return owners.repeat_interleave(rows // len(owners))
+    return owners.to(ids.device).repeat_interleave(rows // len(owners))

@@ -1,4 +1,7 @@
-"""Rows that learn: float32 masters read through the quantiser that stores them. Imports torch, tiny_engram.quantization and its neighbours."""
+"""Rows that learn: float32 masters read through the quantiser that stores them.
+
+Imports torch, tiny_engram.quantization and tiny_engram.table.
+"""
 
 import torch
 from torch import nn
