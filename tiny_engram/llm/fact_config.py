@@ -59,7 +59,9 @@ class FactsConfig(JsonConfig):
             said = getattr(self, name)
             if said is not None and said != value and name != "base_model_name_or_path":
                 what = "tokenizer" if name in ("compressed_vocab", "pad_id", "fingerprint") else "model"
-                raise ConfigError(f"the facts were made for {name} {said!r}, this {what} has {value!r}: expected the {what} that they were taught to")
+                raise ConfigError(
+                    f"the facts were made for {name} {said!r}, this {what} has {value!r}: expected the {what} that they were taught to"
+                )
         layers = (depth * 4 // 15,) if self.layers is None else self.layers
         if layers[-1] >= depth:
             raise ConfigError(f"FactsConfig.layers is {layers!r}: expected 0 to {depth - 1}, of this model")

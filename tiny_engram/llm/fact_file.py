@@ -60,7 +60,9 @@ def read_facts(path: str | Path) -> tuple[FactsConfig, list[Saved], torch.Tensor
     path = Path(path)
     tensors, described, _ = concept_file.read(path, "facts")
     if described.get("kind") != KIND:
-        raise TinyEngramError(f"{path}: holds {described.get('kind', 'a concept')!r}, expected facts; it is for tiny-engram generate, perhaps")
+        raise TinyEngramError(
+            f"{path}: holds {described.get('kind', 'a concept')!r}, expected facts; it is for tiny-engram generate, perhaps"
+        )
     try:
         config = FactsConfig.from_dict(described["config"])
         payload, scale = tensors["payload"], tensors["scale"]

@@ -1,7 +1,7 @@
 """Where the triggers of facts end in a batch of token ids: one vectorised search over all of them, on the ids' device.
 
-Imports torch, numpy, boundaries, hashing (its multipliers) and errors. A decoder meets tokens one by one, so a trigger is known when its last
-token is there, and no earlier: that is the one place where it fires, and a full pass finds the same places as decoding does.
+Imports torch, numpy, boundaries, hashing (its multipliers) and errors. A decoder meets tokens one by one, so a trigger is known when
+its last token is there, and no earlier: that is the one place where it fires, and a full pass finds the same places as decoding does.
 """
 
 from collections.abc import Sequence
@@ -91,6 +91,12 @@ class _Tables:
         return torch.where(found.any(dim=1), slot, NOWHERE)
 
 
+@torch.compiler.disable
+def _copied(tables: dict[torch.device, _Tables], device: torch.device) -> _Tables:
+    """A graph that nobody went before is broken here, once after each change of the facts."""
+    return tables.setdefault(device, tables[_CPU].to(device))
+
+
 class FactIndex:
     """All triggers of one tokenizer; the longest that ends at a token wins, and one's own before everybody's of the same length."""
 
@@ -163,12 +169,7 @@ class FactIndex:
 
     def tables(self, device: torch.device) -> _Tables:
         """The tables on a device, copied when it first asks."""
-        return self._tables[device] if device in self._tables else self._copied(device)
-
-    @torch.compiler.disable
-    def _copied(self, device: torch.device) -> _Tables:
-        self._tables[device] = self._tables[_CPU].to(device)
-        return self._tables[device]
+        return self._tables[device] if device in self._tables else _copied(self._tables, device)  # pyright: ignore[reportCallIssue]
 
     def _windows(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """int64 `[B, T, M + 1]`: each token with those in front of it, oldest first."""
@@ -186,7 +187,9 @@ class FactIndex:
         whose = None if owners is None else owners.unsqueeze(1).expand(ids.shape).reshape(-1)
         return self.tables(ids.device).find(windows.reshape(-1, self.longest + 1), whose).view(ids.shape)
 
-    def places(self, ids: torch.Tensor, before: torch.Tensor, owners: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def places(
+        self, ids: torch.Tensor, before: torch.Tensor, owners: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Batch row, time and slot of what fires, int64 `[N]` each on the CPU; None where nothing does. Arguments as in `everywhere`.
 
         Looks closely at tokens alone that end a trigger, so that text without any costs one look-up; waits for the device.
@@ -209,7 +212,9 @@ class FactIndex:
         tables = self._tables.get(_CPU)
         if tables is None:
             return []
-        for key, length, slot, inside in zip(tables.ids, tables.length.tolist(), tables.slot.tolist(), tables.starts_inside.tolist(), strict=True):
+        for key, length, slot, inside in zip(
+            tables.ids, tables.length.tolist(), tables.slot.tolist(), tables.starts_inside.tolist(), strict=True
+        ):
             if not inside or length >= len(ids):
                 continue
             windows = ids.unfold(0, length, 1)
@@ -217,4 +222,3 @@ class FactIndex:
                 if start and bool(tables.word[int(ids[start - 1])]):
                     found.append((start + length - 1, slot))
         return sorted(found)
-

@@ -1,4 +1,7 @@
-"""FactReader: adds the rows of facts to hidden states at the last tokens of their triggers. Imports torch, residual, kernels and neighbours."""
+"""FactReader: adds the rows of facts to hidden states at the last tokens of their triggers.
+
+Imports torch, kernels, residual, table and neighbours.
+"""
 
 from dataclasses import dataclass
 
@@ -79,7 +82,7 @@ class FactReader:
         """The arithmetic of `apply_spans` at every position, taken where one fires: slots int64 `[B, T]`."""
         table = self.rows.packed(slots.device)
         if table is None:
-            table = _made(self.rows, slots.device)
+            table = _made(self.rows, slots.device)  # pyright: ignore[reportCallIssue]
         columns = self.rows.row_ids.shape[2]
         flat = slots.reshape(-1, 1)
         at = (flat * len(self.layers) + number) * columns + torch.arange(columns, device=slots.device)

@@ -1,8 +1,8 @@
-"""The rows of all facts: addresses by the salted hash of concepts, values in a virtual table. Imports torch, the core and addressing's salt.
+"""The rows of all facts: addresses by the salted hash of concepts, values in a virtual table. Imports torch, the core and addressing.
 
-A fact has one set of rows at each layer, whatever spelling calls it. Their address is the hash of its trigger's canonical ids at the last of
-them, begun from a salt of the whole trigger, its owner and a counter. Should an address be taken, the counter is raised: rows move, values do
-not, and nobody else's change.
+A fact has one set of rows at each layer, whatever spelling calls it. Their address is the hash of its trigger's canonical ids at the
+last of them, begun from a salt of the whole trigger, its owner and a counter. Should an address be taken, the counter is raised: rows
+move, values do not, and nobody else's change.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,9 @@ class FactRows:
         """
         ids, _ = self.find(addresses)
         if tuple(payload.shape[:-1]) != tuple(ids.shape):
-            raise TinyEngramError(f"rows have shape {list(payload.shape)}, expected {list(ids.shape)} of them; were they made for another model?")
+            raise TinyEngramError(
+                f"rows have shape {list(payload.shape)}, expected {list(ids.shape)} of them; were they made for another model?"
+            )
         self.table.add(ids, payload, scale)
         lacking = len(ids) - len(self._free)
         if lacking > 0:

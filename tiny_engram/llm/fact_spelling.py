@@ -1,4 +1,7 @@
-"""A fact as text, and as the token ids that call it, ask it and answer it. Imports numpy, torch, triggers, tokenizer, boundaries and errors."""
+"""A fact as text, and as the token ids that call it, ask it and answer it.
+
+Imports numpy, triggers, tokenizer, boundaries and errors.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import clean_spelling, encode_with_offsets, ordinary_words, sequences_of, special_ids
 
-__all__ = ["Fact", "Spelled", "Speller", "Text", "owner_number"]
+__all__ = ["Fact", "FactError", "Spelled", "Speller", "Text", "owner_number"]
 
 # What may stand behind a trigger within the same word; the first token of it decides whether ids can tell.
 _ENDINGS = ("s", "n", "9")
@@ -69,7 +72,9 @@ class Fact:
                 raise FactError(f"{name} of {trigger!r} is {value!r}, expected text")
             object.__setattr__(self, name, " ".join(value.split()))
         if self.prompt is not None and self.trigger.lower() not in self.prompt.lower():
-            raise FactError(f"prompt {self.prompt!r} does not hold the trigger {trigger!r}: expected a text with it, such as '{trigger} is'")
+            raise FactError(
+                f"prompt {self.prompt!r} does not hold the trigger {trigger!r}: expected a text with it, such as '{trigger} is'"
+            )
         owner_number(self.owner)
 
     @property
@@ -147,11 +152,15 @@ class Speller:
             if not found:
                 raise FactError(f"trigger {spelling!r} fuses with its neighbours in every place; expected words that stand alone")
             if any(len(ids) > MOST_TOKENS for ids in found):
-                raise FactError(f"trigger {spelling!r} takes {max(map(len, found))} tokens, expected at most {MOST_TOKENS}; use a shorter one")
+                raise FactError(
+                    f"trigger {spelling!r} takes {max(map(len, found))} tokens, expected at most {MOST_TOKENS}; use a shorter one"
+                )
             if any(i in self._special for ids in found for i in ids):
                 raise FactError(f"trigger {spelling!r} holds what the tokenizer does not know, or a special token of it; use other words")
             if ordinary_words(spelling, self.tokenizer):
-                warnings.append(f"{spelling!r} is made of ordinary words and will fire in texts that mean the usual thing; name what it is about")
+                warnings.append(
+                    f"{spelling!r} is made of ordinary words and will fire in texts that mean the usual thing; name what it is about"
+                )
             if fused:
                 warnings.append(f"{spelling!r} does not stand alone in {fused[0]!r}: it will not fire there")
             longer = self._longer(spelling, set(found))
@@ -190,11 +199,13 @@ class Speller:
         answer = fact.answer + ("" if not end or fact.answer[-1] in ".!?" else end)
         at = len(context) + prompt.lower().rindex(spelling.lower()) + len(spelling)
         whole = f"{context}{prompt} {answer}"
-        (ids, offsets), = encode_with_offsets(self.tokenizer, [whole], special=True)
+        ((ids, offsets),) = encode_with_offsets(self.tokenizer, [whole], special=True)
         fires = [k for k, (low, high) in enumerate(offsets) if low < at <= high]
         behind = [k for k, (low, high) in enumerate(offsets) if high > len(context) + len(prompt)]
         if len(fires) != 1 or offsets[fires[0]][1] != at or offsets[behind[0]][0] < len(context) + len(prompt):
-            raise FactError(f"in {whole!r} the trigger or the answer shares a token with its neighbour; expected them apart; change the prompt")
+            raise FactError(
+                f"in {whole!r} the trigger or the answer shares a token with its neighbour; expected them apart; change the prompt"
+            )
         stop = len(ids)
         while stop > behind[0] + 1 and offsets[stop - 1][0] == offsets[stop - 1][1]:  # what ends a text for some tokenizers
             stop -= 1

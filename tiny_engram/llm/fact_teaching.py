@@ -1,8 +1,8 @@
-"""Teaching: rows of new facts, found by gradient through a frozen model and the quantiser that stores them. Imports torch, residual and neighbours.
+"""Teaching: rows of new facts, found by gradient through a frozen model and the quantiser that stores them.
 
-Nothing in front of a trigger's last token depends on the fact's rows, and nothing below the first layer that reads them does. So the tokens in
-front are run once into a cache, the states that enter that layer once too, and a step runs what is left: the layers above, from the last
-token of the trigger on.
+Imports torch, quantization, residual and neighbours. Nothing in front of a trigger's last token depends on the fact's rows, and nothing
+below the first layer that reads them does. So the tokens in front are run once into a cache, the states that enter that layer once too,
+and a step runs what is left: the layers above, from the last token of the trigger on.
 """
 
 import copy
@@ -84,7 +84,9 @@ class _Batch:
             self._call(self.ids[:, :before], self.cache, slice(0, before))
             entered: list[torch.Tensor] = []
             layer = decoder.layers[first]
-            handle = layer.register_forward_pre_hook(lambda _, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
+            handle = layer.register_forward_pre_hook(
+                lambda _, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            )
             try:
                 states = self._tails(self._copied())
             finally:
@@ -130,7 +132,9 @@ class _Batch:
             return hook
 
         try:
-            handles += [self.decoder.layers[layer].register_forward_pre_hook(add(k), with_kwargs=True) for k, layer in enumerate(config.layers)]
+            handles += [
+                self.decoder.layers[layer].register_forward_pre_hook(add(k), with_kwargs=True) for k, layer in enumerate(config.layers)
+            ]
             with _passed_by(list(self.decoder.layers)[: self.first]):
                 return self._tails(self._copied())
         finally:
@@ -209,7 +213,9 @@ def teach(
                 texts += len(facts[last])
                 last += 1
             chunk = facts[first:last]
-            parts.append(_teach_chunk(decoder, config, chunk, how, (lambda n, done=done: progress(done + n, len(facts))) if progress else None))
+            parts.append(
+                _teach_chunk(decoder, config, chunk, how, (lambda n, done=done: progress(done + n, len(facts))) if progress else None)
+            )
             first, done = last, done + len(chunk)
     finally:
         decoder.module.train(training)

@@ -64,7 +64,8 @@ class FactReport:
 
     def __str__(self) -> str:
         total = len(self.added) + len(self.unlearned)
-        lines = [f"{len(self.added)} of {total} facts learned in {self.seconds:.1f} s ({self.seconds / max(total, 1):.2f} s each), {self.nbytes:,} bytes"]
+        each = self.seconds / max(total, 1)
+        lines = [f"{len(self.added)} of {total} facts learned in {self.seconds:.1f} s ({each:.2f} s each), {self.nbytes:,} bytes"]
         lines += [f"  not learned: {fact.prompt or fact.trigger!r} -> {fact.answer!r}" for fact in self.unlearned]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
@@ -236,12 +237,14 @@ class Facts:
             raise TinyEngramError(f"{sorted(changes)}: expected answer, prompt, aliases or trigger of a fact") from error
         payload, scale = self._rows.stored([old.slot])
         self._drop([old])
-        report = None
+        back = [(old.spelled, old.margin, old.steps)]
         try:
             report = self.add(new, how=how)
-        finally:
-            if report is None or report.unlearned:
-                self._put([(old.spelled, old.margin, old.steps)], payload, scale)
+        except BaseException:
+            self._put(back, payload, scale)
+            raise
+        if report.unlearned:
+            self._put(back, payload, scale)
         return report
 
     def remove(self, trigger: str, *, owner: str | None = None) -> Fact:
@@ -258,7 +261,9 @@ class Facts:
                 other = taken.setdefault((number, key), each.fact)
                 if other is not each.fact:
                     text = self.tokenizer.decode(list(key)).strip()
-                    raise TinyEngramError(f"{text!r} of {each.fact.trigger!r} calls the fact {other.trigger!r} already; edit or remove that one")
+                    raise TinyEngramError(
+                        f"{text!r} of {each.fact.trigger!r} calls the fact {other.trigger!r} already; edit or remove that one"
+                    )
 
     @staticmethod
     def _address(spelled: Spelled) -> Address:
@@ -307,7 +312,9 @@ class Facts:
             theirs, ours = getattr(config, name), getattr(self.config, name)
             if theirs != ours:
                 what = "tokenizer" if name == "fingerprint" else "model" if name in ("hidden", "depth") else "configuration"
-                raise TinyEngramError(f"{path}: its facts have {name} {theirs!r}, this {what} has {ours!r}; load them where they were taught")
+                raise TinyEngramError(
+                    f"{path}: its facts have {name} {theirs!r}, this {what} has {ours!r}; load them where they were taught"
+                )
         for each, _, _ in saved[:256]:
             now = self._speller.spell(each.fact)
             if now.keys[0] not in each.keys:

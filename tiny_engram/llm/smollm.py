@@ -106,7 +106,10 @@ def load_causal_lm(folder: str | Path, *, dtype: Any = None, device: Any = None)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise TinyEngramError(f"{folder}: cannot be loaded ({reason}); expected a causal LM and its tokenizer as save_pretrained writes them") from error
+        raise TinyEngramError(
+            f"{folder}: cannot be loaded ({reason}); expected a causal LM and its tokenizer as save_pretrained writes them"
+        ) from error
+    model: Any = model
     return model.to(device or "cpu").eval().requires_grad_(False), tokenizer
 
 
