@@ -17,7 +17,7 @@ from tiny_engram.files import check_writable
 from .fact_config import FactsConfig, TeachConfig
 from .fact_spelling import Fact
 from .facts import Facts
-from .facts_cli import show_progress
+from .facts_cli import quiet_loading, show_progress
 from .smollm import load_causal_lm, load_smollm
 
 __all__ = ["FACTS", "ORDINARY", "run_demo"]
@@ -104,6 +104,7 @@ def run_demo(
     """
     check_writable(out)
     began = time.perf_counter()
+    quiet_loading()
     causal, tokenizer = load_smollm() if model is None else load_causal_lm(model)
     facts = Facts.attach(causal, FactsConfig(), tokenizer)
     base = _logits(facts, ORDINARY)

@@ -83,10 +83,10 @@ class FactReader:
         table = self.rows.packed(slots.device)
         if table is None:
             table = _made(self.rows, slots.device)  # pyright: ignore[reportCallIssue]
-        columns = self.rows.row_ids.shape[2]
+        columns, values = self.config.columns, self.config.columns * self.config.head_dim
         flat = slots.reshape(-1, 1)
         at = (flat * len(self.layers) + number) * columns + torch.arange(columns, device=slots.device)
-        e = table.lookup(torch.where(flat == NOWHERE, -1, at), bounds="ignore").flatten(1)
+        e = table.lookup(torch.where(flat == NOWHERE, -1, at), bounds="ignore").reshape(-1, values)
         h = hidden.reshape(-1, hidden.shape[-1]).float()
         ones = torch.ones_like(h[:, 0])
         seed = 2 * self.config.basis_seed

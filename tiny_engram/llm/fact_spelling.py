@@ -18,7 +18,7 @@ from tiny_engram.triggers import clean_spelling, encode_with_offsets, ordinary_w
 __all__ = ["Fact", "FactError", "Spelled", "Speller", "Text", "owner_number"]
 
 # What may stand behind a trigger within the same word; the first token of it decides whether ids can tell.
-_ENDINGS = ("s", "n", "9")
+_ENDINGS = ("s", "9")
 MOST_TOKENS = 64
 
 

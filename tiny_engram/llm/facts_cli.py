@@ -14,7 +14,7 @@ from tiny_engram.errors import TinyEngramError
 if TYPE_CHECKING:
     from .fact_spelling import Fact
 
-__all__ = ["add_facts_verbs", "run_facts_verb", "show_progress"]
+__all__ = ["add_facts_verbs", "quiet_loading", "run_facts_verb", "show_progress"]
 
 _FIELDS = ("trigger", "answer", "prompt", "aliases", "owner")
 
@@ -23,6 +23,13 @@ def show_progress(done: int, total: int) -> None:
     """One line on stderr, where somebody watches."""
     if sys.stderr.isatty():
         print(f"\rtaught {done} of {total} facts ", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def quiet_loading() -> None:
+    """No bars of transformers' own, for the rest of a command's life."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def add_facts_verbs(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +106,7 @@ def _loaded(args: argparse.Namespace) -> tuple[Any, Any]:
 
     from .smollm import load_causal_lm, load_smollm
 
+    quiet_loading()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return load_smollm(device=device) if args.model is None else load_causal_lm(args.model, device=device)
 

@@ -26,21 +26,10 @@ def tokenizer(repo_root) -> PreTrainedTokenizerFast:
 
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=700,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        **changes,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **special, "initializer_range": 0.15, **changes})).eval()
 
 
 @pytest.fixture
@@ -53,12 +42,13 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-# Quick, and enough for what tests look at.
+# Quick, and enough for what tests look at: random weights carry nothing from one token to the next, so an answer of one token stands
+# right behind its trigger.
 HOW = TeachConfig(steps=60, learning_rate=0.03, margin=0.2, calm_tokens=0, contexts=("",), end="")
-ZORBIA = Fact("the capital of Zorbia", "Melk", "The capital of Zorbia is")
-FRUMM = Fact("the colour of Frumm", "teal", "The colour of Frumm is", aliases=("Frumm's colour",))
-ANN = Fact("the dog of Tolland", "Rex", "The dog of Tolland is", owner="ann")
-BOB = Fact("the dog of Tolland", "Bix", "The dog of Tolland is", owner="bob")
+ZORBIA = Fact("the capital of Zorbia", "table", "The capital of Zorbia")
+FRUMM = Fact("the colour of Frumm", "rows", "The colour of Frumm", aliases=("Frumm's colour",))
+ANN = Fact("the dog of Tolland", "page", "The dog of Tolland", owner="ann")
+BOB = Fact("the dog of Tolland", "prompt", "The dog of Tolland", owner="bob")
 
 
 @pytest.fixture
@@ -89,7 +79,7 @@ def bob() -> Fact:
 @pytest.fixture(scope="session")
 def taught_file(tokenizer, tmp_path_factory):
     """The four facts as a file, taught to the tiny model."""
-    facts = attach(tiny_llama(), FactsConfig(layers=(1, 2)), tokenizer)
+    facts = attach(tiny_llama(), FactsConfig(layers=(1, 3), rho=4.0), tokenizer)
     report = facts.add([ZORBIA, FRUMM, ANN, BOB], how=HOW)
     assert not report.unlearned, str(report)
     return facts.save(tmp_path_factory.mktemp("facts") / "facts.safetensors")
@@ -103,3 +93,11 @@ def facts(model, tokenizer, taught_file):
     made = Facts.open(model, taught_file, tokenizer)
     yield made
     made.detach()
+
+
+@pytest.fixture(scope="session")
+def smollm(tmp_path_factory):
+    """SmolLM2-135M and its tokenizer, converted anew: half a minute."""
+    from tiny_engram.llm.smollm import load_smollm
+
+    return load_smollm(cache=tmp_path_factory.mktemp("cache"))

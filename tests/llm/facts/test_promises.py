@@ -54,7 +54,7 @@ def test_disabled_and_detached_are_the_model(facts, model, tokenizer, make_llama
 def test_teaching_leaves_the_model_as_it_was(model, tokenizer, make_llama, zorbia, how):
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    attach(model, FactsConfig(layers=(1,)), tokenizer).add(zorbia, how=how)
+    attach(model, FactsConfig(layers=(1, 3)), tokenizer).add(zorbia, how=how)
     assert model.training and all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -77,27 +77,27 @@ def test_each_row_of_a_batch_reads_its_users_facts(facts, model, tokenizer, ann,
 
 def test_users_read_everybodys_facts_and_their_own_before_them(facts, tokenizer, zorbia, how):
     said = facts.ask(zorbia.prompt, owner="ann")
-    assert said.startswith("Melk") and said == facts.ask(zorbia.prompt)
-    facts.add(Fact(zorbia.trigger, "Brun", zorbia.prompt, owner="ann"), how=how)
-    assert facts.ask(zorbia.prompt, owner="ann").startswith("Brun")
-    assert facts.ask(zorbia.prompt).startswith("Melk") and facts.ask(zorbia.prompt, owner="bob").startswith("Melk")
+    assert said.startswith("table") and said == facts.ask(zorbia.prompt)
+    facts.add(Fact(zorbia.trigger, "picture", zorbia.prompt, owner="ann"), how=how)
+    assert facts.ask(zorbia.prompt, owner="ann").startswith("picture")
+    assert facts.ask(zorbia.prompt).startswith("table") and facts.ask(zorbia.prompt, owner="bob").startswith("table")
 
 
 def test_adding_and_removing_move_nobody_else(facts, model, tokenizer, zorbia, frumm, how, make_llama):
     inputs = {fact.trigger: ids_of(tokenizer, [fact.prompt]) for fact in (zorbia, frumm)}
     before = {trigger: logits(model, each) for trigger, each in inputs.items()}
-    facts.add(Fact("the founder of Quill", "Ada", "The founder of Quill was"), how=how)
+    facts.add(Fact("the founder of Quill", "device", "The founder of Quill"), how=how)
     assert all(torch.equal(logits(model, each), before[trigger]) for trigger, each in inputs.items())
     assert facts.remove(zorbia.trigger) == zorbia
     assert torch.equal(logits(model, inputs[zorbia.trigger]), logits(make_llama(), inputs[zorbia.trigger]))
     assert torch.equal(logits(model, inputs[frumm.trigger]), before[frumm.trigger])
-    assert facts.ask("The founder of Quill was").startswith("Ada")
+    assert facts.ask("The founder of Quill").startswith("device")
 
 
 def test_editing_changes_one_fact(facts, model, tokenizer, zorbia, frumm, how):
     kept = logits(model, ids_of(tokenizer, [frumm.prompt]))
-    facts.edit(zorbia.trigger, answer="Brun", how=how)
-    assert facts.ask(zorbia.prompt).startswith("Brun") and facts.get(zorbia.trigger).fact.answer == "Brun"
+    facts.edit(zorbia.trigger, answer="picture", how=how)
+    assert facts.ask(zorbia.prompt).startswith("picture") and facts.get(zorbia.trigger).fact.answer == "picture"
     assert torch.equal(logits(model, ids_of(tokenizer, [frumm.prompt])), kept)
 
 
@@ -107,8 +107,8 @@ def test_an_edit_that_fails_leaves_the_fact(facts, model, tokenizer, zorbia, how
     with pytest.raises(TinyEngramError, match="calls the fact 'the colour of Frumm' already"):
         facts.edit(zorbia.trigger, aliases=("the colour of Frumm",), how=how)
     assert torch.equal(logits(model, inputs), before)
-    report = facts.edit(zorbia.trigger, answer="Brun", how=how.from_dict({**how.to_dict(), "steps": 1, "margin": 50.0}))
-    assert report.unlearned and "not learned: 'The capital of Zorbia is' -> 'Brun'" in str(report)
+    report = facts.edit(zorbia.trigger, answer="picture", how=how.from_dict({**how.to_dict(), "steps": 1, "margin": 50.0}))
+    assert report.unlearned and "not learned: 'The capital of Zorbia' -> 'picture'" in str(report)
     assert torch.equal(logits(model, inputs), before)
 
 
