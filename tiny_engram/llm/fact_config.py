@@ -100,8 +100,8 @@ class TeachConfig(JsonConfig):
     steps: int = 120
     learning_rate: float = 0.01
     margin: float = 1.0
-    calm: float = 0.5
-    calm_tokens: int = 6
+    calm: float = 0.25
+    calm_tokens: int = 4
     end: str = "."
     contexts: tuple[str, ...] = ("", "Yesterday I read a whole page about this. ")
     batch: int | None = None
