@@ -1,5 +1,6 @@
 """benchmarks/llm_facts.py runs through on a tiny model: it checks, teaches, asks and compares; figures of random weights mean nothing."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -27,8 +28,7 @@ def test_dry_run(model, tokenizer, tmp_path, repo_root):
 
 def test_made_up_facts_are_a_thousand_different_ones(repo_root, monkeypatch):
     monkeypatch.syspath_prepend(str(repo_root / "benchmarks"))
-    import llm_facts
-
+    llm_facts = importlib.import_module("llm_facts")
     facts = llm_facts.made_up_facts(1000)
     spellings = {text.lower() for fact, other in facts for text in (*fact.spellings, other)}
     assert len(spellings) == 3000 and facts == llm_facts.made_up_facts(1000) and facts[:20] == llm_facts.made_up_facts(20)

