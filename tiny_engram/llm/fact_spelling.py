@@ -175,8 +175,9 @@ class Speller:
         """A longer word whose tokens begin with the trigger's, if one is found."""
         words = [spelling + ending for ending in _ENDINGS if ending.isdigit() == spelling[-1].isdigit()]
         for word, (ids, _) in zip(words, encode_with_offsets(self.tokenizer, [f"x {word}" for word in words]), strict=True):
-            tail = tuple(ids[len(self.encode("x")) :])
-            if any(tail[: len(key)] == key and len(tail) > len(key) for key in keys):
+            # Behind the "x", and behind a space where that is a token of its own.
+            places = [(start, start + len(key), key) for start in (1, 2) for key in keys]
+            if any(tuple(ids[start:stop]) == key and stop < len(ids) for start, stop, key in places):
                 return word.split()[-1]
         return None
 

@@ -10,7 +10,7 @@ from tiny_engram.llm import Fact, FactsConfig, TeachConfig, attach
 
 @pytest.fixture(scope="session")
 def tokenizer(repo_root) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with one token for each digit, as SmolLM2's, of 700 tokens learned from the docs."""
+    """Byte-level BPE with one token for each digit, as SmolLM2's, of 700 tokens learned from the licence."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -19,8 +19,7 @@ def tokenizer(repo_root) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=700, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    text = [(repo_root / "docs" / name).read_text() for name in ("design.md", "studio.md")]
-    backend.train_from_iterator(text, trainer)
+    backend.train_from_iterator([(repo_root / "LICENSE").read_text()], trainer)  # a text that stays as it is
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>", padding_side="left")
 
 
@@ -45,10 +44,10 @@ def model() -> LlamaForCausalLM:
 # Quick, and enough for what tests look at: random weights carry nothing from one token to the next, so an answer of one token stands
 # right behind its trigger.
 HOW = TeachConfig(steps=60, learning_rate=0.03, margin=0.2, calm_tokens=0, contexts=("",), end="")
-ZORBIA = Fact("the capital of Zorbia", "table", "The capital of Zorbia")
-FRUMM = Fact("the colour of Frumm", "rows", "The colour of Frumm", aliases=("Frumm's colour",))
-ANN = Fact("the dog of Tolland", "page", "The dog of Tolland", owner="ann")
-BOB = Fact("the dog of Tolland", "prompt", "The dog of Tolland", owner="bob")
+ZORBIA = Fact("the capital of Zorbia", "copy", "The capital of Zorbia")
+FRUMM = Fact("the colour of Frumm", "text", "The colour of Frumm", aliases=("Frumm's colour",))
+ANN = Fact("the dog of Tolland", "owner", "The dog of Tolland", owner="ann")
+BOB = Fact("the dog of Tolland", "form", "The dog of Tolland", owner="bob")
 
 
 @pytest.fixture

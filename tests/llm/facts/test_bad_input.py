@@ -71,13 +71,13 @@ def test_models_and_tokenizers(model, tokenizer):
 
 def test_spellings_that_cannot_be(facts, how):
     with pytest.raises(TinyEngramError, match="expected at most 64; use a shorter one"):
-        facts.add(Fact("zq " * 80, "table"), how=how)
+        facts.add(Fact("zq " * 80, "copy"), how=how)
     with pytest.raises(TinyEngramError, match="special token"):
-        facts.add(Fact("the <|end|> word", "table"), how=how)
+        facts.add(Fact("the <|end|> word", "copy"), how=how)
     with pytest.raises(TinyEngramError, match="'the colour of Frumm' of 'Frumm' calls the fact 'the colour of Frumm' already"):
-        facts.add(Fact("Frumm", "table", aliases=("the colour of Frumm",)), how=how)
+        facts.add(Fact("Frumm", "copy", aliases=("the colour of Frumm",)), how=how)
     with pytest.raises(TinyEngramError, match="calls the fact 'Brix' already"):
-        facts.add([Fact("Brix", "table"), Fact("brix", "page")], how=how)
+        facts.add([Fact("Brix", "copy"), Fact("brix", "owner")], how=how)
     assert len(facts) == 4
 
 
@@ -100,7 +100,7 @@ def test_two_users_for_three_rows(facts, model, tokenizer, ann):
 
 def test_warnings_at_registration(facts, how):
     report = facts.add(
-        [Fact("vortex-9", "table"), Fact("the art", "rows"), Fact("Quell", "page")],
+        [Fact("vortex-9", "copy"), Fact("the art", "text"), Fact("Quell", "owner")],
         how=how,
     )
     assert any("'vortex-9' fires inside 'vortex-99', too" in warning for warning in report.warnings)

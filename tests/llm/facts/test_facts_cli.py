@@ -29,16 +29,16 @@ def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys, log_leve
     options = ["--model", folder, "--device", "cpu"]
     assert main(["facts", "list", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "4 facts" in out and "'the colour of Frumm', also \"Frumm's colour\" -> 'rows'" in out and "'page'  (ann's)" in out
+    assert "4 facts" in out and "'the colour of Frumm', also \"Frumm's colour\" -> 'text'" in out and "'owner'  (ann's)" in out
     assert main(["facts", "list", str(file), "--owner", "bob", "--json"]) == 0
     (only,) = json.loads(capsys.readouterr().out)
     assert only == {
-        "trigger": "the dog of Tolland", "answer": "prompt", "prompt": "The dog of Tolland", "aliases": [], "owner": "bob"
+        "trigger": "the dog of Tolland", "answer": "form", "prompt": "The dog of Tolland", "aliases": [], "owner": "bob"
     }  # fmt: skip
     assert main(["facts", "ask", str(file), "the capital of Zorbia", *options]) == 0
     captured = capsys.readouterr()
     said = dict(line.split(":", 1) for line in captured.out.splitlines())
-    assert said["with facts"].strip().startswith("table") and said["with facts"].strip() != said["without"].strip()
+    assert said["with facts"].strip().startswith("copy") and said["with facts"].strip() != said["without"].strip()
     assert captured.err == "'the capital of Zorbia' fires\n"
     assert main(["facts", "ask", str(file), "xthe capital of Zorbia", "--json", *options]) == 0
     about = json.loads(capsys.readouterr().out)

@@ -77,27 +77,27 @@ def test_each_row_of_a_batch_reads_its_users_facts(facts, model, tokenizer, ann,
 
 def test_users_read_everybodys_facts_and_their_own_before_them(facts, tokenizer, zorbia, how):
     said = facts.ask(zorbia.prompt, owner="ann")
-    assert said.startswith("table") and said == facts.ask(zorbia.prompt)
-    facts.add(Fact(zorbia.trigger, "picture", zorbia.prompt, owner="ann"), how=how)
-    assert facts.ask(zorbia.prompt, owner="ann").startswith("picture")
-    assert facts.ask(zorbia.prompt).startswith("table") and facts.ask(zorbia.prompt, owner="bob").startswith("table")
+    assert said.startswith("copy") and said == facts.ask(zorbia.prompt)
+    facts.add(Fact(zorbia.trigger, "patent", zorbia.prompt, owner="ann"), how=how)
+    assert facts.ask(zorbia.prompt, owner="ann").startswith("patent")
+    assert facts.ask(zorbia.prompt).startswith("copy") and facts.ask(zorbia.prompt, owner="bob").startswith("copy")
 
 
 def test_adding_and_removing_move_nobody_else(facts, model, tokenizer, zorbia, frumm, how, make_llama):
     inputs = {fact.trigger: ids_of(tokenizer, [fact.prompt]) for fact in (zorbia, frumm)}
     before = {trigger: logits(model, each) for trigger, each in inputs.items()}
-    facts.add(Fact("the founder of Quill", "device", "The founder of Quill"), how=how)
+    facts.add(Fact("the founder of Quill", "author", "The founder of Quill"), how=how)
     assert all(torch.equal(logits(model, each), before[trigger]) for trigger, each in inputs.items())
     assert facts.remove(zorbia.trigger) == zorbia
     assert torch.equal(logits(model, inputs[zorbia.trigger]), logits(make_llama(), inputs[zorbia.trigger]))
     assert torch.equal(logits(model, inputs[frumm.trigger]), before[frumm.trigger])
-    assert facts.ask("The founder of Quill").startswith("device")
+    assert facts.ask("The founder of Quill").startswith("author")
 
 
 def test_editing_changes_one_fact(facts, model, tokenizer, zorbia, frumm, how):
     kept = logits(model, ids_of(tokenizer, [frumm.prompt]))
-    facts.edit(zorbia.trigger, answer="picture", how=how)
-    assert facts.ask(zorbia.prompt).startswith("picture") and facts.get(zorbia.trigger).fact.answer == "picture"
+    facts.edit(zorbia.trigger, answer="patent", how=how)
+    assert facts.ask(zorbia.prompt).startswith("patent") and facts.get(zorbia.trigger).fact.answer == "patent"
     assert torch.equal(logits(model, ids_of(tokenizer, [frumm.prompt])), kept)
 
 
@@ -107,8 +107,8 @@ def test_an_edit_that_fails_leaves_the_fact(facts, model, tokenizer, zorbia, how
     with pytest.raises(TinyEngramError, match="calls the fact 'the colour of Frumm' already"):
         facts.edit(zorbia.trigger, aliases=("the colour of Frumm",), how=how)
     assert torch.equal(logits(model, inputs), before)
-    report = facts.edit(zorbia.trigger, answer="picture", how=how.from_dict({**how.to_dict(), "steps": 1, "margin": 50.0}))
-    assert report.unlearned and "not learned: 'The capital of Zorbia' -> 'picture'" in str(report)
+    report = facts.edit(zorbia.trigger, answer="qx vz qj", how=how.from_dict({**how.to_dict(), "steps": 1}))
+    assert report.unlearned and "not learned: 'The capital of Zorbia' -> 'qx vz qj'" in str(report)
     assert torch.equal(logits(model, inputs), before)
 
 
