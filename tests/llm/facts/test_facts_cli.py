@@ -35,7 +35,7 @@ def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys, log_leve
     assert only == {
         "trigger": "the dog of Tolland", "answer": "form", "prompt": "The dog of Tolland", "aliases": [], "owner": "bob"
     }  # fmt: skip
-    assert main(["facts", "ask", str(file), "the capital of Zorbia", *options]) == 0
+    assert main(["facts", "ask", str(file), "The capital of Zorbia", *options]) == 0
     captured = capsys.readouterr()
     said = dict(line.split(":", 1) for line in captured.out.splitlines())
     assert said["with facts"].strip().startswith("copy") and said["with facts"].strip() != said["without"].strip()
