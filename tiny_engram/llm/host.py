@@ -66,8 +66,12 @@ class Reader(Protocol):
     """What is attached to a decoder: it changes hidden states in front of layers, from the ids of a call."""
 
     layers: tuple[int, ...]
-    reach: int  # tokens that it looks back
     blocked_ids: tuple[int, ...]  # tokens that it may not read
+
+    @property
+    def reach(self) -> int:
+        """Tokens that it looks back."""
+        ...
 
     @property
     def enabled(self) -> bool: ...
