@@ -4,18 +4,16 @@ Every error meant for a user is one line on stderr and exit code 2. May import e
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
 import sys
-import types
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tiny_engram import __version__
+from tiny_engram.cli_fields import add_fields, given_fields
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
@@ -99,35 +97,6 @@ def _add_concepts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concept", action="append", default=[], metavar="FILE[=STRENGTH]", help="a concept file; may be repeated")
 
 
-def _or_none(kind: type) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        return None if text.lower() == "none" else kind(text)
-
-    convert.__name__ = f"{kind.__name__} or none"
-    return convert
-
-
-def _add_fields(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of TrainConfig."""
-    hints = typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        hint = hints[field.name]
-        options: dict[str, Any]
-        if isinstance(hint, types.UnionType):
-            options = {"type": _or_none(next(t for t in typing.get_args(hint) if t is not types.NoneType))}
-        elif hint is bool:
-            options = {"action": "store_true"}
-        elif typing.get_origin(hint) is tuple:
-            options = {"nargs": "+", "type": typing.get_args(hint)[0]}
-        else:
-            options = {"type": hint}
-        required = field.default is dataclasses.MISSING
-        text = TRAIN_HELP[field.name]
-        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        shown = "" if required or default is None or default is False or default == "" else f" (default: {default})"
-        parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=text + shown, **options)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
     parser.add_argument("--version", action="version", version=f"tiny-engram {__version__}")
@@ -139,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="teach a concept from a folder of pictures")
     _add_model(train)
-    _add_fields(train)
+    add_fields(train, TrainConfig, TRAIN_HELP)
 
     generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
     _add_model(generate)
@@ -204,9 +173,7 @@ def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
-    config = TrainConfig(**given)
+    config = TrainConfig(**given_fields(args, TrainConfig))
     # folders are looked at before anything heavy is imported or loaded: a wrong path should not cost a minute
     from tiny_engram.training.data import scan_folder
 
