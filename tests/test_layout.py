@@ -18,6 +18,7 @@ FLOORS = {
     **{f"tiny_engram.{name}": 1 for name in ("config", "errors", "files", "tokenizer", "hashing", "quantization", "table", "layer")},
     "tiny_engram.adapter": 3,
     "tiny_engram.llm": 3,
+    "tiny_engram.llm_training": 4,
     "tiny_engram.training": 3,
     "tiny_engram.pipelines": 4,
     "tiny_engram.studio": 5,

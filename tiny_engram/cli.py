@@ -1,4 +1,4 @@
-"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table`.
+"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table | train-lm`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -17,6 +17,7 @@ from tiny_engram.cli_fields import add_fields, given_fields
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
 
     add_table_verbs(verbs.add_parser("table", help="files of rows for whole models: inspect, verify, convert, plan"))
+    add_train_lm_options(verbs.add_parser("train-lm", help="teach Engram layers of a frozen causal LM from text"))
     return parser
 
 
@@ -321,6 +323,7 @@ VERBS = {
     "list": _list,
     "demo": _demo,
     "table": run_table_verb,
+    "train-lm": run_train_lm,
 }
 
 
