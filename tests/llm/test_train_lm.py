@@ -148,7 +148,7 @@ def test_masters_are_float32_whatever_the_base_is(build, tokenizer, recipe, dtyp
     from tiny_engram.checkpoints import load_checkpoint
 
     tensors, state = load_checkpoint(result.path / "checkpoint-8")
-    assert {v.dtype for k, v in tensors.items() if not k.endswith((".steps", ".step"))} == {torch.float32} and state["samples"] == 32
+    assert {v.dtype for v in tensors.values()} == {torch.float32} and state["samples"] == 32
     EngramLayers.from_pretrained(model, result.path, tokenizer).detach()
 
 

@@ -30,7 +30,10 @@ def reduce_gradients(dense: Sequence[nn.Parameter], tables: Sequence[nn.Paramete
     for table in tables:
         if table.grad is None:
             table.grad = torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64, device=table.device), table.new_zeros((0, table.shape[1])), table.shape
+                torch.zeros((1, 0), dtype=torch.int64, device=table.device),
+                table.new_zeros((0, table.shape[1])),
+                table.shape,
+                check_invariants=False,
             )
     coalesce(tables)
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
@@ -66,7 +69,7 @@ def _sum_rows(table: nn.Parameter) -> torch.Tensor:
     kept = [int(count) for count in counts]
     indices = torch.cat([part[:count] for part, count in zip(all_rows, kept, strict=True)])
     found = torch.cat([part[:count] for part, count in zip(all_values, kept, strict=True)])
-    return torch.sparse_coo_tensor(indices.unsqueeze(0), found, table.shape).coalesce()
+    return torch.sparse_coo_tensor(indices.unsqueeze(0), found, table.shape, check_invariants=False).coalesce()
 
 
 @torch.no_grad()

@@ -122,17 +122,23 @@ def _frozen(model: Any, layers: Any, checkpointing: bool) -> Iterator[None]:
         model.requires_grad_(False)
         model.eval()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _switch(model, "enable", {"use_reentrant": False})
             for layer in layers:
                 layer.training = True  # of itself alone, which is what it asks; what drops out is in its parts
         yield
     finally:
         if checkpointing and not checkpointed:
-            model.gradient_checkpointing_disable()
+            _switch(model, "disable")
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, mode in modes:
             module.training = mode
+
+
+def _switch(model: Any, how: str, *arguments: Any) -> None:
+    """transformers calls it "activation" in newer releases, "gradient" in older ones."""
+    newer = getattr(model, f"activation_checkpointing_{how}", None)
+    (newer or getattr(model, f"gradient_checkpointing_{how}"))(*arguments)
 
 
 class _Loop:

@@ -16,7 +16,7 @@ class RowAdam(torch.optim.Optimizer):
     over the row's squares, as in row-wise AdaGrad: a row's values share their rate, and the state is ``head_dim + 2`` numbers a row where
     Adam has twice ``head_dim``. Rows that are not in the gradient keep their bits. There is no weight decay.
 
-    State of each parameter ``[rows, head_dim]``: `exp_avg` float32 ``[rows, head_dim]``, `exp_avg_sq` float32 ``[rows]``, `steps` int32
+    State of each parameter ``[rows, head_dim]``: `exp_avg` float32 ``[rows, head_dim]``, `exp_avg_sq` and `steps` float32
     ``[rows]``.
     """
 
@@ -29,7 +29,7 @@ class RowAdam(torch.optim.Optimizer):
             self.state[p] = {
                 "exp_avg": torch.zeros_like(p, requires_grad=False),
                 "exp_avg_sq": torch.zeros(len(p), device=p.device),
-                "steps": torch.zeros(len(p), dtype=torch.int32, device=p.device),
+                "steps": torch.zeros(len(p), device=p.device),
             }
 
     @torch.no_grad()
