@@ -99,6 +99,8 @@ def train_lm(
 
 
 def _accelerator(config: LMTrainConfig, output: Path, device: torch.device) -> Accelerator:
+    if config.mixed_precision == "fp16" and device.type == "cpu":  # whose small gradients nothing would scale
+        raise TinyEngramError("mixed_precision 'fp16' cannot be used here: the model is on a CPU; pass bf16 or no, or --device cuda")
     try:
         # Passes of a step are added up here: what each is divided by depends on the tokens of all of them.
         return Accelerator(

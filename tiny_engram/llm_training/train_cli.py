@@ -84,7 +84,11 @@ def run_train_lm(args: argparse.Namespace) -> int:
     bars.disable_progress_bar()
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
     model, tokenizer = load_causal_lm(args.model, dtype=args.dtype, device=args.device or ("cpu" if on_cpu else f"cuda:{rank}"))
-    result = train_lm(model, tokenizer, config)
+    try:
+        result = train_lm(model, tokenizer, config)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     if rank == 0:
         size = sum(path.stat().st_size for path in result.path.glob("*.safetensors"))
         print(f"{result.path}: {size:,} bytes, {result.steps} steps in {result.seconds:.0f} s")
