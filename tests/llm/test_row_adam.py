@@ -18,6 +18,11 @@ def reads(steps, seed=0):
     return [torch.randint(0, ROWS - 1, (12,), generator=generator) for _ in range(steps)]
 
 
+def grad_of(p) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
 def gradients_of(table, rows, target):
     table.grad = None
     found = nn.functional.embedding(rows, table, sparse=True)
@@ -121,30 +126,30 @@ def test_clipping_is_that_of_dense_gradients(limit):
     weight, table = made_gradients()
     dense = [nn.Parameter(p.detach().clone()) for p in (weight, table)]
     for p, of in zip(dense, (weight, table), strict=True):
-        p.grad = of.grad.to_dense().clone()
+        p.grad = grad_of(of).to_dense().clone()
     expected = nn.utils.clip_grad_norm_(dense, limit)
     torch.testing.assert_close(clip_gradients([weight, table], limit), expected)
-    assert table.grad.is_sparse
+    assert grad_of(table).is_sparse
     for p, of in zip(dense, (weight, table), strict=True):
-        torch.testing.assert_close(of.grad.to_dense(), p.grad)
+        torch.testing.assert_close(grad_of(of).to_dense(), p.grad)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_length_that_is_not_finite_scales_nothing(bad):
     weight, table = made_gradients()
-    kept = table.grad.coalesce().values().clone()
-    weight.grad[0, 0] = bad
+    kept = grad_of(table).coalesce().values().clone()
+    grad_of(weight)[0, 0] = bad
     assert not clip_gradients([weight, table], 0.5).isfinite()
-    assert torch.equal(table.grad.coalesce().values(), kept)
+    assert torch.equal(grad_of(table).coalesce().values(), kept)
 
 
 def test_alone_a_process_adds_nothing_and_whoever_read_nothing_has_no_rows():
     weight, table = made_gradients()
-    before = table.grad.to_dense()
+    before = grad_of(table).to_dense()
     idle = nn.Parameter(torch.zeros(ROWS, WIDTH)), nn.Parameter(torch.zeros(4))
     assert reduce_gradients([weight, idle[1]], [table, idle[0]], torch.tensor(2.5)) == 2.5
-    assert torch.equal(table.grad.to_dense(), before) and table.grad._nnz() == 3
-    assert idle[0].grad.is_sparse and idle[0].grad._nnz() == 0 and torch.equal(idle[1].grad, torch.zeros(4))
+    assert torch.equal(grad_of(table).to_dense(), before) and grad_of(table)._nnz() == 3
+    assert grad_of(idle[0]).is_sparse and grad_of(idle[0])._nnz() == 0 and torch.equal(grad_of(idle[1]), torch.zeros(4))
     start = idle[0].detach().clone()
     RowAdam([idle[0]]).step()
     assert torch.equal(idle[0], start)

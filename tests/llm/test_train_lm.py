@@ -7,9 +7,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm_training import LMTrainConfig, train_lm
+from tiny_engram.llm_training.run import Run
 from tiny_engram.llm_training.validation import validate
 from tiny_engram.llm_training.windows import Windows, end_token, tokenize
 
@@ -56,6 +58,16 @@ def recipe(words, tmp_path):
     return make
 
 
+def stop_at(last):
+    """Ctrl-C after so many steps."""
+
+    def stop(step, loss):
+        if step == last:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
@@ -89,13 +101,9 @@ def test_a_resumed_run_ends_with_the_same_bits(build, tokenizer, recipe, tmp_pat
     model = build()
     whole = train_lm(model, tokenizer, recipe(max_train_steps=10, validation_steps=2, **changes), progress=False)
 
-    def stop(step, loss):
-        if step == 5:
-            raise KeyboardInterrupt
-
     cut = recipe(max_train_steps=10, validation_steps=2, output_dir=str(tmp_path / "cut"), **changes)
     with pytest.raises(KeyboardInterrupt):
-        train_lm(model, tokenizer, cut, progress=False, on_step=stop)
+        train_lm(model, tokenizer, cut, progress=False, on_step=stop_at(5))
     assert sorted(p.name for p in (tmp_path / "cut").glob("checkpoint-*")) == ["checkpoint-5"]
     assert not (tmp_path / "cut" / "adapter_config.json").exists()
     again = LMTrainConfig.from_dict(cut.to_dict() | {"resume_from_checkpoint": "latest"})
@@ -119,8 +127,6 @@ def test_passes_of_a_step_and_layers_computed_again_change_nothing_but_rounding(
 
 
 def test_rows_that_no_step_read_keep_their_bits(build, tokenizer, recipe, monkeypatch):
-    from tiny_engram.llm_training.run import Run
-
     read, seen = {}, []
     plain = Run.update
 
@@ -132,7 +138,7 @@ def test_rows_that_no_step_read_keep_their_bits(build, tokenizer, recipe, monkey
             moved = (p.detach() != before[name]).any(1).nonzero()[:, 0]
             assert set(moved.tolist()) <= set(rows[name].tolist())
             read.setdefault(name, set()).update(moved.tolist())
-        seen.append(len(p))
+        seen.append(min(map(len, self.tables.values())))
         return done
 
     monkeypatch.setattr(Run, "update", watched)
@@ -145,8 +151,6 @@ def test_masters_are_float32_whatever_the_base_is(build, tokenizer, recipe, dtyp
     model = build().to(getattr(torch, dtype))
     result = train_lm(model, tokenizer, recipe(mixed_precision=precision, max_train_steps=8), progress=False)
     assert result.measured[-1].loss < result.measured[0].loss and next(model.parameters()).dtype == getattr(torch, dtype)
-    from tiny_engram.checkpoints import load_checkpoint
-
     tensors, state = load_checkpoint(result.path / "checkpoint-8")
     assert {v.dtype for v in tensors.values()} == {torch.float32} and state["samples"] == 32
     EngramLayers.from_pretrained(model, result.path, tokenizer).detach()
@@ -164,10 +168,23 @@ def test_numbers_that_are_not_finite_stop_in_one_line_and_keep_the_last_checkpoi
         train_lm(model, tokenizer, recipe(max_train_steps=8, checkpointing_steps=2), progress=False, on_step=spoil)
     assert "\n" not in str(caught.value)
     assert sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2"]
-    assert all(torch.isfinite(v).all() for v in load(tmp_path / "out" / "checkpoint-2").values())
+    assert all(torch.isfinite(v).all() for v in load_checkpoint(tmp_path / "out" / "checkpoint-2")[0].values())
 
 
-def load(folder):
-    from tiny_engram.checkpoints import load_checkpoint
-
-    return load_checkpoint(folder)[0]
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_on_a_gpu_it_learns_is_taken_up_and_comes_back(build, tokenizer, recipe, precision):
+    model = build().cuda()
+    with pytest.raises(KeyboardInterrupt):
+        train_lm(model, tokenizer, recipe(mixed_precision=precision, max_train_steps=12), progress=False, on_step=stop_at(6))
+    config = recipe(mixed_precision=precision, max_train_steps=12, resume_from_checkpoint="latest", gradient_checkpointing=True)
+    result = train_lm(model, tokenizer, config, progress=False)
+    assert result.steps == 12 and result.measured[-1].loss < result.measured[0].loss - 0.2
+    if precision == "fp16":
+        state = json.loads((result.path / "checkpoint-12" / "state.json").read_text())
+        assert state["scaler"]["scale"] >= 1
+    engrams = EngramLayers.from_pretrained(model, result.path, tokenizer, home="device")
+    tokens, _ = tokenize(config.train_file, tokenizer, result.path / "cache")
+    held = Windows.of(tokens, 32, end_token(tokenizer)).split(5)[1]
+    assert validate(model, held, 4, step=12).loss == pytest.approx(result.measured[-1].loss, rel=1e-6)
+    engrams.detach()

@@ -100,7 +100,11 @@ def test_windows_hold_every_token_once():
     windows = Windows.of(torch.arange(100, 123, dtype=torch.int32), 5, 0)
     assert len(windows) == 5 and windows.targets(torch.arange(5)) == 4 * 4 + 2
     ids, mask = windows.batch(torch.tensor([4, 0]))
-    assert ids.tolist() == [[120, 121, 122, 0, 0], [100, 101, 102, 103, 104]] and mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert (
+        mask is not None
+        and ids.tolist() == [[120, 121, 122, 0, 0], [100, 101, 102, 103, 104]]
+        and mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    )
     assert windows.batch(torch.tensor([1]))[1] is None
     assert len(Windows.of(torch.arange(21), 5, 0)) == 4  # a token that nothing predicts
     assert len(Windows.of(torch.arange(1), 5, 0)) == 0
