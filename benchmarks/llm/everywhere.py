@@ -172,12 +172,12 @@ def build(plan: Plan, data: Data, device: torch.device) -> tuple[LlamaForCausalL
             best = data.counts[known].topk(hot).indices
             learned = HotRows(mounted.hasher.rows_total, data.grams[known][best].sort().values, engram.tokenizer.size)
         if learned is not None:
-            mounted.table = engram.learned[str(layer)] = learned.to(device)
+            mounted.table = learned.to(device)
     return model, engram
 
 
 def optimizers(model: nn.Module, engram: EngramLayers | None, rate: float) -> list[torch.optim.Optimizer]:
-    tables = [] if engram is None else list(engram.learned.parameters())
+    tables = [] if engram is None else [p for rows in engram.learned.values() for p in rows.parameters()]
     dense = [*model.parameters(), *(() if engram is None else engram.engrams.parameters())]
     taken = {id(each) for each in tables}
     unique = list({id(each): each for each in dense if id(each) not in taken}.values())
@@ -266,7 +266,7 @@ def run(plan: Plan, data: Data, device: torch.device, *, steps: int, batch: int,
             logits = model(inputs).logits
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_([p for p in both[0].param_groups[0]["params"] + both[0].param_groups[1]["params"]], 1.0)
+        nn.utils.clip_grad_norm_([p for group in both[0].param_groups for p in group["params"]], 1.0)
         for optimizer in both:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -276,7 +276,7 @@ def run(plan: Plan, data: Data, device: torch.device, *, steps: int, batch: int,
             print(plan.name, step + 1, f"loss {curve[-1]['loss']:.4f}", f"{trained:.0f} s", flush=True)
             began = time.perf_counter()
     engrams = 0 if engram is None else sum(p.numel() for name, p in engram.engrams.named_parameters() if ".table." not in name)
-    tables = 0 if engram is None else sum(p.numel() for p in engram.learned.parameters())
+    tables = 0 if engram is None else sum(rows.weight.numel() for rows in engram.learned.values())
     dense = sum(p.numel() for p in model.parameters()) - VOCAB * HIDDEN
     counted = {"dense": dense, "engram": engrams, "table": tables, "width": plan.width}
     return {**asdict(plan), "parameters": counted, "curve": curve, "seconds": round(trained, 1), "steps": steps, "batch": batch, "rate": rate}

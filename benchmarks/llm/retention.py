@@ -67,7 +67,8 @@ class Learner:
 @contextmanager
 def engram(model: Any, tokenizer: Any, rate: float) -> Iterator[Learner]:
     layers = EngramLayers.attach(model, EngramConfig(layers=(4, 14), vocab=16_384, head_dim=32), tokenizer)
-    tables, dense = list(layers.learned.parameters()), list(layers.engrams.parameters())
+    tables = [rows.weight for rows in layers.learned.values()]
+    dense = [p for p in layers.engrams.parameters() if not any(p is table for table in tables)]
     try:
         optimizers = [torch.optim.AdamW(dense, lr=rate, weight_decay=0.0), torch.optim.SparseAdam(tables, lr=5 * rate)]
         yield Learner([*tables, *dense], optimizers, sum(p.numel() for p in [*tables, *dense]))

@@ -176,9 +176,9 @@ def history_of(cache: Any) -> TokenHistory | None:
 def _track(cache: Any) -> None:
     from transformers import Cache
 
-    if not isinstance(cache, Cache):
+    if not issubclass(type(cache), Cache):
         raise TinyEngramError(
-            f"the cache is {type(cache).__name__}: expected a Cache of transformers, with the texts of a batch in its rows, as generate makes"
+            f"the cache is {type(cache).__name__}: expected a Cache of transformers, whose rows are the texts of a batch, as generate makes"
         )
     past = int(cache.get_seq_length())
     if past:
