@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -9,6 +10,7 @@ from accelerate.state import AcceleratorState
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm_training import LMTrainConfig, train_lm
+from tiny_engram.llm_training.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,28 @@ def test_layers_are_computed_again(build, tokenizer, recipe):
         handle.remove()
         counts[again] = len(calls)
     assert counts[True] == counts[False] + 2
+
+
+def test_ctrl_c_waits_for_a_whole_step(build, tokenizer, recipe, tmp_path, monkeypatch):
+    """It arrives in the middle of an update; the checkpoint that it leaves is of the step after it."""
+    plain = Run.update
+
+    def interrupted(self):
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self)
+
+    model = build()
+    whole = train_lm(model, tokenizer, recipe(max_train_steps=5, output_dir=str(tmp_path / "whole")), progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_lm(model, tokenizer, recipe(max_train_steps=5), progress=False)
+    assert names(tmp_path / "out") == ["checkpoint-3"] and hooks(model) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    result = train_lm(model, tokenizer, recipe(max_train_steps=5, resume_from_checkpoint="latest"), progress=False)
+    tables = [(run.path / "table_layer_1.safetensors").read_bytes() for run in (whole, result)]
+    assert result.losses == whole.losses and tables[0] == tables[1]
 
 
 def test_a_checkpoint_is_an_adapter_too(build, tokenizer, recipe, tmp_path, text):
