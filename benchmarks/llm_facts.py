@@ -30,7 +30,8 @@ from torch.nn import functional
 from tiny_engram.files import write_atomically
 from tiny_engram.llm import Fact, Facts, FactsConfig, TeachConfig, attach
 from tiny_engram.llm.fact_spelling import Speller, Text
-from tiny_engram.llm.smollm import load_causal_lm, load_smollm
+from tiny_engram.llm.loading import load_causal_lm
+from tiny_engram.llm.smollm import load_smollm
 
 RATES = (3e-4, 1e-3, 3e-3)  # of LoRA
 UNTAUGHT = "Everybody there will tell you the same thing. "

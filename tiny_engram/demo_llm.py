@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.facts_cli import quiet_loading, show_progress
 from tiny_engram.files import check_writable
-
-from .fact_config import FactsConfig, TeachConfig
-from .fact_spelling import Fact
-from .facts import Facts
-from .facts_cli import quiet_loading, show_progress
-from .smollm import load_causal_lm, load_smollm
+from tiny_engram.llm.fact_config import FactsConfig, TeachConfig
+from tiny_engram.llm.fact_spelling import Fact
+from tiny_engram.llm.facts import Facts
+from tiny_engram.llm.loading import load_causal_lm
+from tiny_engram.llm.smollm import load_smollm
 
 __all__ = ["FACTS", "ORDINARY", "run_demo"]
 
