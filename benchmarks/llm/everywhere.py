@@ -4,10 +4,10 @@
     python benchmarks/llm/everywhere.py build/llm --out build/llm/everywhere --workers 3      # on a GPU, some minutes
     python benchmarks/llm/everywhere.py build/llm --out build/llm/everywhere --report         # into benchmarks/results/llm.json
 
-All runs have one budget of parameters beside the token embeddings. A share of it is a table, read at two layers (n = 3, 8 heads, rows of 32
-values); the feed-forward layers give it up, so that attention is the same in all. `size-1` has the layers of a share and a table of one row:
-what the extra layers do by themselves. `hot` gives the most frequent trigrams rows of their own, without collisions, out of the table's share.
-Rows learn through the FP8 quantiser, by Adam for sparse gradients at five times the rate, without decay.
+All runs have one budget of parameters beside the token embeddings. A share of it is a table, read at two layers (n = 3, 8 heads, rows of
+32 values); the feed-forward layers give it up, so that attention is the same in all. `size-1` has the layers of a share and a table of one
+row: what the extra layers do by themselves. `hot` gives the most frequent trigrams rows of their own, without collisions, out of the
+table's share. Rows learn through the FP8 quantiser, by Adam for sparse gradients at five times the rate, without decay.
 """
 
 from __future__ import annotations
@@ -279,7 +279,8 @@ def run(plan: Plan, data: Data, device: torch.device, *, steps: int, batch: int,
     tables = 0 if engram is None else sum(rows.weight.numel() for rows in engram.learned.values())
     dense = sum(p.numel() for p in model.parameters()) - VOCAB * HIDDEN
     counted = {"dense": dense, "engram": engrams, "table": tables, "width": plan.width}
-    return {**asdict(plan), "parameters": counted, "curve": curve, "seconds": round(trained, 1), "steps": steps, "batch": batch, "rate": rate}
+    settings = {"steps": steps, "batch": batch, "rate": rate}
+    return {**asdict(plan), "parameters": counted, "curve": curve, "seconds": round(trained, 1), **settings}
 
 
 def main() -> None:

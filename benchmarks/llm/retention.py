@@ -1,10 +1,10 @@
 """What a language model forgets while it learns a narrow text: Engram layers against LoRA r8.
 
-    python benchmarks/llm/retention.py MODEL --ordinary build/llm/corpus.txt --out build/llm/retention      # MODEL: a folder, or a GGUF file
+    python benchmarks/llm/retention.py MODEL --ordinary build/llm/ordinary.txt --out build/llm/retention  # MODEL: a folder or GGUF file
 
-The narrow text is this project's own documentation, which no model has seen; ordinary text is documentation of installed packages. Both methods
-are taught on the same windows in the same order, each at several learning rates; while they learn, the loss on the narrow text and on ordinary
-text is noted. Compared is the loss on ordinary text where both have come to the same loss on the narrow one.
+The narrow text is this project's own documentation, which no model has seen; ordinary text is documentation of installed packages. Both
+methods are taught on the same windows in the same order, each at several learning rates; while they learn, the loss on the narrow text and
+on ordinary text is noted. Compared is the loss on ordinary text where both have come to the same loss on the narrow one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,10 @@ import torch
 from torch import nn
 
 from tiny_engram.llm import EngramConfig, EngramLayers
+from tiny_engram.llm.loading import load_causal_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW, BATCH = 256, 16
-
-
-def load(path: Path, device: torch.device) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if path.suffix == ".gguf" else {"pretrained_model_name_or_path": str(path)}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    return AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).to(device).eval(), tokenizer
 
 
 def windows(tokenizer: Any, texts: list[str], count: int | None = None) -> torch.Tensor:
@@ -80,7 +73,7 @@ def engram(model: Any, tokenizer: Any, rate: float) -> Iterator[Learner]:
 def lora(model: Any, tokenizer: Any, rate: float) -> Iterator[Learner]:
     from peft import LoraConfig, get_peft_model
 
-    taught = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]))
+    taught = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     parameters = [p for p in taught.parameters() if p.requires_grad]
     try:
         yield Learner(parameters, [torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)], sum(p.numel() for p in parameters))
@@ -92,7 +85,9 @@ METHODS: dict[str, Callable[[Any, Any, float], Any]] = {"engram": engram, "lora"
 RATES = {"engram": (3e-4, 1e-3, 3e-3), "lora": (1e-4, 3e-4, 1e-3)}
 
 
-def teach(name: str, rate: float, model: Any, tokenizer: Any, taught: torch.Tensor, judged: dict[str, torch.Tensor], steps: int, seed: int) -> dict[str, Any]:
+def teach(
+    name: str, rate: float, model: Any, tokenizer: Any, taught: torch.Tensor, judged: dict[str, torch.Tensor], steps: int, seed: int
+) -> dict[str, Any]:
     device = next(model.parameters()).device
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -114,7 +109,8 @@ def teach(name: str, rate: float, model: Any, tokenizer: Any, taught: torch.Tens
                 optimizer.zero_grad(set_to_none=True)
         count = learner.count
     print(name, rate, seed, points[-1], flush=True)
-    return {"method": name, "rate": rate, "seed": seed, "parameters": count, "seconds": round(time.perf_counter() - began, 1), "points": points}
+    told = {"method": name, "rate": rate, "seed": seed, "parameters": count, "seconds": round(time.perf_counter() - began, 1)}
+    return {**told, "points": points}
 
 
 def ordinary_at(points: list[dict[str, float]], narrow_loss: float) -> float | None:
@@ -133,14 +129,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load(args.model, device)
+    model, tokenizer = load_causal_lm(args.model, device=device)
     taught = windows(tokenizer, narrow())
     judged = {"narrow": taught[::4], "ordinary": windows(tokenizer, [args.ordinary.read_text()], 128)}
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in range(args.seeds):
-        for name in METHODS:
+        for name in args.methods:
             for rate in RATES[name]:
                 path = args.out / f"{name}-{rate:g}-{seed}.json"
                 if not path.exists():
