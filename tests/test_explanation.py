@@ -28,12 +28,12 @@ def test_fired_spans_have_names_places_texts_and_strengths(loaded):
 @pytest.mark.parametrize(
     ("prompt", "name", "text", "reason"),
     [
-        ("two cat-toys", "cat-toy", "cat-toy", "cut by a word boundary"),
-        ("a wildcat-toy", "cat-toy", "cat-toy", "cut by a word boundary"),
+        ("two cat-toys", "cat-toy", "cat-toys", "cut by a word boundary"),
+        ("a wildcat-toy", "cat-toy", "wildcat-toy", "cut by a word boundary"),
         ("a vortex-99", "vortex-9", "vortex-9", "ids cannot tell"),
         ("a vortex-9s", "vortex-9", "vortex-9", "ids cannot tell"),
         ("an 'sks' hat", "sks", "sks", "does not stand alone beside that punctuation"),
-        ("tasks", "sks", "sks", "cut by a word boundary"),
+        ("tasks", "sks", "tasks", "cut by a word boundary"),
     ],
 )
 def test_seen_but_not_fired(loaded, prompt, name, text, reason):

@@ -167,7 +167,13 @@ def explain_prompt(
                 reason = f"covered by the longer or earlier trigger of {other.name!r}"
             else:
                 reason = REASONS[CUT] if edge_cut else REASONS[FUSED]
-            seen[name, start] = Unfired(name, text[low:high], start, reason)
+            # the word as it is written, which is not the trigger: that one may well fire elsewhere
+            while low > 0 and _is_word(text[low]) and _is_word(text[low - 1]):
+                low -= 1
+            while high < len(text) and _is_word(text[high - 1]) and _is_word(text[high]):
+                high += 1
+            start = next(k for k, (a, b) in enumerate(offsets) if a < b and b > low)
+            seen.setdefault((name, start), Unfired(name, text[low:high], start, reason))
     unfired = sorted((u for u in seen.values() if u.reason), key=lambda u: (u.start, u.name))
     tokens = tuple(tokenizer.convert_ids_to_tokens(window))
     return PromptExplanation(role, text, negative, tokens, tuple(fired), tuple(unfired))

@@ -127,7 +127,7 @@ def near_miss(word: str, ids: list[int], compiled: CompiledTrigger, index: Trigg
         inside = re.search(rf"(?<!\w){re.escape(compiled.text)}(?!\w)", word, re.IGNORECASE)
         return NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids")
     blocked = index.near([ids])
-    return NearMiss(word, False, REASONS[blocked[0].code] if blocked else "has other token ids")
+    return NearMiss(word, False, REASONS[blocked[0].code] if blocked else "is read as other tokens")
 
 
 def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) -> list[NearMiss]:

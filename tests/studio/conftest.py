@@ -1,8 +1,16 @@
 """What the Studio's tests share: a workspace per test and the embedded pipeline once per session."""
 
 import base64
+import contextlib
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +67,78 @@ def made(attached, tiny, picture_bytes):
 def saved(made, tmp_path):
     """The file of `made`, as a user would send it."""
     return made.save(tmp_path / "given.safetensors")
+
+
+# -- processes
+
+
+class Forked:
+    """The process of forked.py, which answers one request after another."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("forked.py"))]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, f"forked.py ended with {self.process.wait(10)}"
+        return json.loads(answer)
+
+    def app(self, *arguments: str, port: int, log: Path, dies: Path | None = None) -> "ForkedApp":
+        """`tiny-engram app` with these arguments, which is starting."""
+        command = ["app", *arguments, "--port", str(port)]
+        pid = self.ask(app=command, log=str(log), dies=None if dies is None else str(dies))["pid"]
+        return ForkedApp(self, pid, f"http://127.0.0.1:{port}", log)
+
+    def close(self) -> None:
+        self.process.communicate()  # the end of its standard input ends it
+
+
+class ForkedApp:
+    """An app that `Forked` started: `pid`, its `url`, and what it `said`, in the file `log`."""
+
+    def __init__(self, forked: Forked, pid: int, url: str, log: Path) -> None:
+        self.forked, self.pid, self.url, self.log = forked, pid, url, log
+        self._code: int | None = None
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def ended(self, seconds: float = 0.0) -> int | None:
+        """The code it ended with within these seconds, negative for a signal; None if it goes on."""
+        if self._code is None:
+            self._code = self.forked.ask(wait=self.pid, seconds=seconds)["code"]
+        return self._code
+
+    def wait(self) -> None:
+        """Until it has said where it answers."""
+        end = time.monotonic() + 120
+        while self.url not in self.said:
+            assert self.ended() is None and time.monotonic() < end, self.said
+            time.sleep(0.02)
+
+    def send(self, number: int) -> None:
+        if self._code is None:  # nobody else has its number before its end was asked for
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """It is gone afterwards."""
+        self.send(signal.SIGKILL)
+        self.ended(30)
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """A process that has imported everything, to fork apps and teaching processes from."""
+    process = Forked()
+    yield process
+    process.close()
 
 
 # -- jobs

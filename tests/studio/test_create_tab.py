@@ -260,3 +260,19 @@ def test_concepts_are_used_and_put_away(whole, concept_of, built):
         handlers["on_shelf"](event("use", "../x"))
     fn, outputs, inputs = tab.refresh()
     assert len(outputs) == 2 and len(inputs) == 2 and id in fn(None, 24)[0]["html"]
+
+
+@pytest.mark.parametrize(("seed", "line"), [(1.5, "seed is 1.5, expected a whole number"), (None, "the seed is empty; type a")])
+def test_a_seed_is_taken_as_it_was_typed_or_refused(whole, built, seed, line):
+    _, handlers = built(build_create, whole)
+    with pytest.raises(gr.Error, match=line):
+        drawn(handlers, *asked(seed=seed))
+
+
+def test_a_cancelled_picture_is_told(whole, built, monkeypatch):
+    _, handlers = built(build_create, whole)
+    said = []
+    monkeypatch.setattr(gr, "Info", lambda text, title="": said.append((title, text)))
+    for _ in handlers["on_generate"](*asked("a duck", steps=150)):
+        handlers["on_cancel"](who())
+    assert len(said) == 1 and said[0][0] == "Cancelled" and "cancelled" in said[0][1] and "nothing was kept" in said[0][1]

@@ -136,7 +136,7 @@ def test_two_concepts_with_one_trigger(studio, two, concept_of):
     one, _ = two
     twin = studio.library.add(concept_of("zed-quack", name="twin", seed=9))
     studio.load(one)
-    with pytest.raises(StudioError, match="taken by 'zed-quack', which is loaded; unload"):
+    with pytest.raises(StudioError, match="taken by 'zed-quack', which is in use; put that one away first"):
         studio.load(twin)
     with pytest.raises(StudioError, match="have the trigger 'zed-quack' both"):
         studio.generate(GenerateRequest(prompt="a zed-quack", strengths={one: 1.0, twin: 1.0}, steps=1))

@@ -159,8 +159,8 @@ def test_uploaded_pictures_are_checked(gallery, tmp_path):
         gallery.settings_of(tmp_path / "a.jpg")
     with pytest.raises(StudioError, match=r"cannot be read \(No such file"):
         gallery.settings_of(tmp_path / "none.png")
-    with pytest.raises(StudioError, match="more than 20 MiB"):
-        settings_in(bytes(20 * 2**20 + 1))
+    with pytest.raises(StudioError, match="more than 32 MiB"):
+        settings_in(bytes(32 * 2**20 + 1))
 
 
 def test_commas_and_lines_do_not_mix_parameters():

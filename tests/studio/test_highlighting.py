@@ -33,7 +33,7 @@ def test_pieces_are_the_prompt(studio, shelf):
         ("zed-quack", True, fires),
         ("zed-quack  hat", True, fires),
         ("Tako", False, IDLE),
-        ("zed-quack", False, "cut by a word boundary"),
+        ("zed-quacks", False, "cut by a word boundary"),
     ]
     assert [id for _, id, fired, _ in pieces if fired] == [shelf["zed-quack"], shelf["zed-quack"], shelf["zed-quack hat"]]
     assert all(not fired and not reason for _, id, fired, reason in pieces if id is None)
@@ -88,7 +88,7 @@ def test_rows_of_the_panel(studio, shelf):
     assert prompt.tokens[0] == "<|startoftext|>" and prompt.tokens[-1] == "<|endoftext|>"
     told = [(row.name, row.text, row.fired, row.reason.partition(";")[0]) for row in prompt.rows]
     assert told == [
-        ("zed-quack", "zed-quack", False, "cut by a word boundary"),
+        ("zed-quack", "zed-quacks", False, "cut by a word boundary"),
         ("zed-quack", "zed-quack", False, "covered by the longer or earlier trigger of 'zed-quack hat'"),
         ("zed-quack hat", "zed-quack hat", True, "its tokens stand there as a word of their own"),
     ] or told == [told[0], told[2], told[1]]
@@ -129,3 +129,10 @@ def test_fast_with_a_thousand_concepts(thousand):
             ask(f"{prompt} {k}")
             seconds.append(time.perf_counter() - begin)
         assert sorted(seconds)[3] <= 0.15, seconds
+
+
+def test_rows_name_the_concept_that_has_the_spelling(studio, shelf, concept_of):
+    twin = studio.library.add(concept_of("zed-quack", name="twin", plain=True))
+    (found,) = explain_rows("a zed-quack", "", studio, {shelf["zed-quack"]: 1.0, twin: 1.0})
+    (row,) = [row for row in found.rows if not row.fired and row.tokens]
+    assert "its spelling is taken by '" in row.reason and {row.name, row.reason.split("'")[1]} == {"zed-quack", "twin"}

@@ -15,10 +15,10 @@ from tiny_engram.studio.registering import Chip, Collision, Place, Report, RoleT
 
 HOSTILE = "<img src=x onerror=alert(1)>\"' onfocus='alert(2)' </p></div><script>alert(3)</script>&lt;b&gt;"
 SHEET = Path(views.__file__).parent / "studio.css"
-VOID = {"img", "line", "polyline"}
+VOID = {"img", "line", "polyline", "wbr"}
 _TAGS = """
 article button dd details div dl dt figcaption figure h3 h4 img li line mark p polyline progress section small span strong summary svg
-table tbody td th thead tr ul
+table tbody td th thead tr ul wbr
 """
 _ATTRIBUTES = """
 alt class data-action data-head data-id data-insert loading max points preserveaspectratio role scope src tabindex title type value
@@ -236,3 +236,8 @@ def test_contrast():
         for one, other in pairs:
             bright, dim = sorted((luminance(colour[one]), luminance(colour[other])), reverse=True)
             assert (bright + 0.05) / (dim + 0.05) >= 4.5, (one, other)
+
+
+def test_files_that_were_left_out_for_one_reason_are_one_line():
+    told = views.pictures_refused([(f"{k}.png", "more than 64 pictures") for k in range(9)] + [("a.txt", "not a picture")])
+    assert told.count("<li>") == 2 and "0.png, 1.png, 2.png, 3.png and 5 more" in told and "10 files left out" in told

@@ -1,5 +1,6 @@
 """Jobs on disk: made whole or not at all, read from disk alone, in their order, and never by a path of a user's."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -210,3 +211,11 @@ def test_a_process_that_teaches_starts_without_torch():
     """So that it stops at once where it is asked to before it has begun."""
     code = "import sys, tiny_engram.studio.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_long_caption_is_not_repeated_whole(store, taught):
+    long = [dataclasses.replace(taught[0], caption="lorem " * 160)]
+    line = r"^the caption of picture 1, 'lorem .{50,60}\.\.\.', does not hold the trigger 'zorblax'; write"
+    with pytest.raises(StudioError, match=line) as told:
+        store.create(long, "zorblax")
+    assert len(str(told.value)) < 250

@@ -1,11 +1,8 @@
 """The whole app, killed in the middle of a save and of teaching, and started again: nothing that was finished is lost, the job goes on."""
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,38 +13,31 @@ from tiny_engram.concept import Concept
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.studio.engine import Engine
 from tiny_engram.studio.gallery import Gallery
+from tiny_engram.studio.job_folder import read_state
 from tiny_engram.studio.jobs import JobStore
 from tiny_engram.studio.library import Library
 from tiny_engram.studio.worker import process_started
 from tiny_engram.studio.workspace import Workspace, read_json
 
-HERE = Path(__file__).resolve().parent
-
 
 @pytest.fixture
-def app(tmp_path, saved_pipe):
-    """app() starts the app on tmp_path/home at one port and returns its process once it answers; none outlives the test."""
+def app(tmp_path, saved_pipe, forked):
+    """app() starts the app on tmp_path/home at one port and returns it once it answers; none outlives the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started: list[subprocess.Popen[str]] = []
-    options = ["--data_dir", str(tmp_path / "home"), "--port", str(port), "--model", str(saved_pipe), "--device", "cpu"]
+    started = []
+    home = tmp_path / "home"
 
-    def start() -> subprocess.Popen[str]:
-        log = (tmp_path / "log").open("a")
-        command = [sys.executable, str(HERE / "killed_app.py"), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        log.close()
-        started.append(process)
-        assert process.stdout is not None
-        assert f"http://127.0.0.1:{port}" in process.stdout.readline(), (tmp_path / "log").read_text()
-        return process
+    def start():
+        options = ["--data_dir", str(home), "--model", str(saved_pipe), "--device", "cpu"]
+        started.append(forked.app(*options, port=port, log=tmp_path / f"log-{len(started)}", dies=home))
+        started[-1].wait()
+        return started[-1]
 
-    start.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for each in started:
+        each.kill()
 
 
 @contextlib.contextmanager
@@ -60,15 +50,18 @@ def client_of(url: str, folder: Path):
             client.close()
 
 
-def until(client: Client, job: str, name: str, step: int = 0) -> dict:
-    end, told = time.monotonic() + 120, {}
+def until(client: Client, folder: Path, name: str, step: int = 0) -> dict:
+    """What the app says of the job once its folder, which costs less to look at, says that it is so far."""
+    end = time.monotonic() + 120
     while time.monotonic() < end:
-        told = client.predict(job, api_name="/train_status")
-        if told["state"] == name and told["step"] >= step:
+        state = read_state(folder)
+        if state.state == name and state.step >= step:
+            told = client.predict(folder.name, api_name="/train_status")
+            assert told["state"] == name and told["step"] >= step, told
             return told
-        assert told["state"] != "failed", told
-        time.sleep(0.1)
-    raise AssertionError(f"{told}, expected {name} at step {step}")
+        assert state.state != "failed", state
+        time.sleep(0.05)
+    raise AssertionError(f"{read_state(folder)}, expected {name} at step {step}")
 
 
 def ended(pid: int) -> bool:
@@ -88,7 +81,7 @@ def test_killed_in_the_middle_of_a_save_and_of_teaching(app, tmp_path, tiny, sav
     drawing = {"prompt": "a zed-quack", "steps": 1, "api_name": "/generate"}
 
     process = app()
-    with client_of(app.url, tmp_path / "client") as client:
+    with client_of(process.url, tmp_path / "client") as client:
         *_, kept = client.predict(**drawing)
         job = client.predict(
             [handle_file(str(each.path)) for each in taught],
@@ -97,17 +90,17 @@ def test_killed_in_the_middle_of_a_save_and_of_teaching(app, tmp_path, tiny, sav
             options=few_steps(max_train_steps=20_000, checkpointing_steps=5, checkpoints_total_limit=2),
             api_name="/train",
         )["job"]
-        until(client, job, "running", step=12)
+        until(client, home / "jobs" / job, "running", step=12)
         worker = read_json(home / "jobs" / job / "process.json")["pid"]
         (home / "KILL").touch()
         client.submit(**drawing)  # nobody waits for it
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.ended(30) == -signal.SIGKILL
         assert list((home / "gallery").glob(".*.tmp")), "it was in the middle of it"
         assert ended(worker), "teaching ends with the app"
         (home / "KILL").unlink()
 
     process = app()  # at the same port
-    with client_of(app.url, tmp_path / "client") as client:
+    with client_of(process.url, tmp_path / "client") as client:
         [card] = client.predict(api_name="/concepts")
         assert (card["id"], card["trigger"], card["loaded"], card["error"]) == (finished, "zed-quack", True, None)
         assert [path.stem for path in (home / "gallery").iterdir()] == [kept["picture"]], "the whole picture, and no half of one"
@@ -115,11 +108,11 @@ def test_killed_in_the_middle_of_a_save_and_of_teaching(app, tmp_path, tiny, sav
         assert told["state"] == "interrupted" and told["step"] >= 10, told
         assert told["message"] == f"the Studio ended; goes on from step {told['step']} of 20000"
         client.predict(job, api_name="/train_resume")
-        further = until(client, job, "running", step=told["step"] + 7)
+        further = until(client, home / "jobs" / job, "running", step=told["step"] + 7)
         *_, drawn = client.predict(**drawing)
         assert drawn["concepts"][0]["id"] == finished
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
+        process.send(signal.SIGKILL)
+        assert process.ended(10) == -signal.SIGKILL
         assert ended(read_json(home / "jobs" / job / "process.json")["pid"])
 
     with Workspace.open(home) as workspace, Engine(pipe, Library(workspace)) as engine:

@@ -96,7 +96,7 @@ def test_a_browser_may_send_anything(tab, sent):
 
 def test_inside_are_rows_gates_recipe_and_the_file(whole, duck, tab):
     listed = on_card(tab, "inspect", duck)
-    assert listed[CHOSEN] == duck and "zed-quack" in listed[TITLE] and "Rows and gates at clip_l" in listed[DETAILS]
+    assert listed[CHOSEN] == duck and "zed-quack" in listed[TITLE] and "Rows and gates at the text encoder (clip_l)" in listed[DETAILS]
     assert listed[EDITING].visible and listed[NAME] == "zed-quack" and listed[OLD].value == "zedquack" and listed[USE].value == "Use"
     path = listed[EXPORT].value["path"] if isinstance(listed[EXPORT].value, dict) else listed[EXPORT].value
     assert Concept.load(path).trigger == "zed-quack" and str(path).endswith("zed-quack.safetensors")
@@ -183,3 +183,58 @@ def test_refresh_shows_what_other_pages_did(whole, duck, tab):
     assert len(fn("", duck, [])) == len(outputs) == 12 and len(inputs) == 3
     whole.library.delete(duck)
     assert fn("", duck, [])[CHOSEN] is None
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What notices and warnings told, in their order."""
+    told = []
+    for kind in ("Info", "Warning"):
+        monkeypatch.setattr(gr, kind, lambda text, title="", kind=kind: told.append(f"{kind}: {text}"))
+    return told
+
+
+def test_an_alias_that_is_taken_is_refused(whole, duck, tab, concept_of):
+    other = whole.library.add(concept_of("uni-blorp", seed=2))
+    whole.library.save_draft("mivo-tark")
+    for handler, texts in (("on_add", ["uni-blorp"]), ("on_add", ["Mivo-Tark"]), ("on_respell", ["zedquack", "uni-blorp"])):
+        with pytest.raises(gr.Error, match=f"alias '{texts[-1]}' is taken: the (concept|draft) '{texts[-1].lower()}' has the tokens"):
+            tab[1][handler]("", duck, [], *texts)
+    with pytest.raises(gr.Error, match="alias has 130 characters"):
+        tab[1]["on_add"]("", duck, [], "x" * 130)
+    assert whole.library.get(duck).aliases == ("zedquack",)
+    whole.library.delete(other)
+    tab[1]["on_add"]("", duck, [], "uni-blorp")
+    assert whole.library.get(duck).aliases == ("zedquack", "uni-blorp")
+
+
+def test_what_speaks_against_an_alias_is_told(whole, duck, tab, said, concept_of):
+    whole.library.add(concept_of("tako hat", seed=2))
+    tab[1]["on_add"]("", duck, [], "cat")
+    assert any(line.startswith("Warning") and "ordinary words" in line for line in said)
+    tab[1]["on_respell"]("", duck, [], "cat", "tako")
+    assert any(line.startswith("Warning") and "tako hat" in line and "that one fires" in line for line in said)
+
+
+def test_a_concept_that_was_in_use_is_so_again_after_undo(whole, duck, tab, said, concept_of):
+    whole.engine.load(duck)
+    *_, deleted = tab[1]["on_delete"]("", duck, [])
+    *listed, deleted = tab[1]["on_undo"]("", None, deleted)
+    assert [each.id for each in whole.engine.loaded()] == [duck] and "In use" in listed[CARDS] and "in use again" in said[-1]
+    *_, deleted = tab[1]["on_delete"]("", duck, deleted)
+    whole.engine.load(whole.library.add(concept_of("zed-quack", name="twin", seed=3)))
+    *listed, deleted = tab[1]["on_undo"]("", None, deleted)
+    assert duck in listed[CARDS] and [each.name for each in whole.engine.loaded()] == ["twin"]
+    assert "taken by 'twin'" in said[-2].replace("&#x27;", "'") and said[-1].endswith("zed-quack is back")
+
+
+def test_a_name_that_is_taken_is_told(whole, duck, tab, said, concept_of):
+    whole.library.add(concept_of("tako-belu", seed=2))
+    tab[1]["on_rename"]("", duck, [], "tako-belu")
+    assert whole.library.get(duck).name == "tako-belu-2" and "another concept is called tako-belu already" in said[-1]
+
+
+def test_only_use_stands_out(whole, duck, tab):
+    assert on_card(tab, "inspect", duck)[USE].variant == "primary"
+    whole.engine.load(duck)
+    assert on_card(tab, "inspect", duck)[USE].variant == "secondary"

@@ -8,7 +8,7 @@ import pytest
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.studio.ui.api import ENDPOINTS
 from tiny_engram.studio.ui.handling import aliases_of, handled
-from tiny_engram.studio.ui.page import TABS
+from tiny_engram.studio.ui.page import TABS, build_page
 
 
 def test_it_has_four_tabs(page):
@@ -40,8 +40,8 @@ def test_every_event_handles_its_errors(page):
 
 def test_what_can_fail_goes_through_the_queue(page):
     """An error or a notice of an event outside of it would be seen by nobody: these answer in their place, or cannot fail."""
-    quick = {"judge", "answer", "on_typing", "on_search", "typed", "chosen", "restored", "tick", "on_cancel", "opens"}
-    quick |= {"teach_trigger", "teach_draft", "register", "suggest", "concepts", "explain", "train_status", "<lambda>"}
+    quick = {"on_class_word", "answer", "on_typing", "on_search", "typed", "filled", "follow", "chosen", "restored", "tick", "on_cancel"}
+    quick |= {"opens", "teach_trigger", "teach_draft", "register", "suggest", "concepts", "explain", "train_status", "<lambda>"}
     handlers = [getattr(fn.fn, "__wrapped__", fn.fn) for fn in page.fns.values() if fn.fn is not None and not fn.queue]
     outside = {getattr(each, "func", each).__name__ for each in handlers}
     assert outside <= quick, outside - quick
@@ -50,6 +50,15 @@ def test_what_can_fail_goes_through_the_queue(page):
 def test_all_tabs_are_read_when_the_page_is_loaded(page):
     loads = [fn for fn in page.fns.values() if any(event == "load" for _, event in fn.targets)]
     assert len(loads) >= 4
+
+
+def test_a_page_is_not_read_again_when_its_timer_first_ticks(page, opened_studio):
+    """The answers of a second reading would fall into what is typed by then, and take its report away."""
+    [version] = [block for block in page.blocks.values() if getattr(block, "elem_id", None) == "library-version"]
+    [tick] = [fn for fn in page.fns.values() if [output._id for output in fn.outputs] == [version._id]]
+    built = build_page(opened_studio)
+    [told] = [getattr(block, "value", None) for block in built.blocks.values() if getattr(block, "elem_id", None) == "library-version"]
+    assert told == tick.fn()
 
 
 def test_errors_of_the_project_are_shown_as_they_are_and_escaped():

@@ -46,6 +46,8 @@ def pixels(path) -> np.ndarray:
 
 def test_eight_clients_and_a_job(served, taught, few_steps, tmp_path):
     studio, url = served
+    # first, so that its process starts while the others are drawn
+    job = studio.runner.submit(taught, "zorp-quib", preset="quick", options=few_steps(max_train_steps=20_000))
     ids = {card.trigger: card.id for card in studio.library.cards()}
     asked = {(c, k): asked_by(c, k) for c in range(CLIENTS) for k in range(PICTURES)}
     solo = {}
@@ -71,7 +73,6 @@ def test_eight_clients_and_a_job(served, taught, few_steps, tmp_path):
             with lock:
                 inside -= 1
 
-    job = studio.runner.submit(taught, "zorp-quib", preset="quick", options=few_steps(max_train_steps=20_000))
     drawn: dict[tuple[int, int], tuple[np.ndarray, dict]] = {}
     ready = threading.Barrier(CLIENTS)
 

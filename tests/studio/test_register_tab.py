@@ -3,12 +3,13 @@
 import gradio as gr
 import pytest
 
-from tiny_engram.studio.ui.register_tab import draft_list
+from tiny_engram.studio.ui.register_tab import build_register, draft_list
 
 
 @pytest.fixture
 def judge(event_of):
-    return event_of("register-trigger", "change")
+    change = event_of("register-trigger", "change")
+    return lambda trigger, aliases: change(trigger, aliases, "", "")[:3]
 
 
 @pytest.fixture
@@ -93,3 +94,29 @@ def test_explain_says_why_a_draft_does_not_fire(event_of, drafts):
     assert "Nothing to explain" in rows and marked == ""
     rows, marked = event_of("register-explain-prompt", "change")("x" * 2_001, "")
     assert "2,001 characters" in rows and marked == ""
+
+
+def test_a_prompt_tries_the_trigger_that_is_typed(event_of):
+    answer = event_of("register-explain-prompt", "change")
+    rows, marked = answer("a photo of zorp-quib and zorpquib", "no zorp-quib", "zorp-quib", "zorpquib")
+    assert rows.count("not taught yet; once it is, it fires here") == 3 and marked.count("te-dead") == 2
+    rows, _ = answer("a duck", "", "zorp-quib", "")
+    assert "zorp-quib" in rows and "not in the prompt" in rows
+
+
+def test_a_class_word_is_judged_and_a_draft_is_saved_once(event_of, drafts, monkeypatch):
+    hint = event_of("register-class-word", "change")
+    assert hint("mug") == hint("") == "" and "does not know" in hint("zzzzqq")
+    told = []
+    monkeypatch.setattr(gr, "Info", lambda text, title="": told.append(text))
+    save = event_of("register-save")
+    assert save("zorp-quib", "zorpquib", "mug") == save("zorp-quib", "zorpquib", " mug ") and len(told) == 1
+    save("zorp-quib", "zorpquib", "cup")
+    assert len(told) == 2 and drafts.drafts()[0].class_word == "cup"
+
+
+def test_a_late_look_at_an_empty_box_takes_no_report_away(opened_studio, built):
+    tab, _ = built(build_register, opened_studio)
+    fn, outputs, inputs = tab.refresh()
+    assert len(inputs) == 2 and len(fn("", "")) == len(outputs) and all(each == gr.skip() for each in fn("", "")[1:])
+    assert "A good trigger" in fn("zorp-quib", "")[1]

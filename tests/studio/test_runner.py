@@ -149,7 +149,7 @@ def test_a_killed_app_restarts_with_everything_and_goes_on_to_the_same_bits(tmp_
                 time.sleep(0.02)
             os.kill(read_json(store.folder(second) / "process.json")["pid"], signal.SIGKILL)
             lost = until(store, second, "interrupted")
-            assert lost.message == "its process ended with signal 9; goes on from step 0 of 120" and lost.can_resume
+            assert lost.message == "its process ended with signal 9; if resumed, it begins anew" and lost.can_resume
             runner.resume(first)
             done = until(store, first, "done")
             assert done.concept_id == first and done.step == 120 and done.seconds_left is None and not done.finished
@@ -215,7 +215,7 @@ def test_jobs_of_an_app_that_died_are_interrupted(store, taught, few_steps, libr
         states = [store.state(id) for id in ids]
     assert [state.state for state in states] == ["interrupted", "interrupted", "cancelled"]
     assert all(state.step == 0 and state.can_resume for state in states), "no checkpoint, no steps"
-    assert states[0].message == "the Studio ended; goes on from step 0 of 4"
+    assert states[0].message == "the Studio ended; if resumed, it begins anew"
 
 
 def test_a_process_that_does_not_end_is_ended(store, taught, few_steps, library, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_process_that_cannot_work_fails_in_words(store, library, taught, few_s
         id = runner.submit(taught, "zqx", options=few_steps())
         with pytest.raises(AssertionError, match="failed"):
             until(store, id, "done")
-        assert store.state(id).message == "its process ended with code 1; goes on from step 0 of 4; worker.log in its folder says more"
+        assert store.state(id).message == "its process ended with code 1; if resumed, it begins anew; worker.log in its folder says more"
         monkeypatch.setattr(sys, "executable", str(store.root / "nothing"))
         runner.resume(id)
         end = time.monotonic() + 20

@@ -19,6 +19,19 @@ from tiny_engram.studio import server
 from tiny_engram.studio.guarding import PageFiles
 
 
+@pytest.fixture(scope="module", autouse=True)
+def command(tmp_path_factory, repo_root):
+    """(process, port, data folder) of the command, which starts with this file, so that it has started when its test comes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path_factory.mktemp("command") / "home"
+    told = [sys.executable, "app.py", "--data_dir", str(home), "--port", str(port), "--device", "cpu"]
+    with subprocess.Popen(told, cwd=repo_root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as app:
+        yield app, port, home
+        app.kill()
+
+
 @pytest.fixture
 def ask(page_url):
     """ask(path, method="GET", body=None, **headers) -> (status, headers, body), with the path sent as it is."""
@@ -111,7 +124,7 @@ def test_uploads_are_bounded_and_their_names_are_no_paths(ask, opened_studio):
     [path] = json.loads(told)
     tmp = str(opened_studio.workspace.tmp)
     assert status == 200 and os.path.realpath(path).startswith(tmp) and not (opened_studio.workspace.root / "escape.png").exists()
-    assert upload("big.png", b"x" * (server.MOST_UPLOAD + 2**20))[0] == 413
+    assert upload("big.png", b"x" * (server.MOST_FILE + 2**20))[0] == 413
     assert ask("/gradio_api/upload", "POST", None, Content_Length=str(10**12))[0] == 413
 
 
@@ -215,25 +228,15 @@ def test_without_gradio_it_says_what_to_install(monkeypatch):
         server.main(argparse.Namespace())
 
 
-def test_the_command_prints_where_it_answers_and_ends_at_a_signal(tmp_path, repo_root):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "app.py", "--data_dir", str(tmp_path / "home"), "--port", str(port), "--device", "cpu"]
-    app = subprocess.Popen(command, cwd=repo_root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert app.stdout is not None
-        line = app.stdout.readline()  # the base is loaded, and the page answers
-        assert f"http://127.0.0.1:{port}" in line
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/")
-        assert connection.getresponse().status == 200
-        connection.close()
-        app.send_signal(signal.SIGTERM)
-        assert app.wait(30) == 0
-        assert not list((tmp_path / "home" / "tmp").iterdir())
-    finally:
-        if app.poll() is None:
-            app.kill()
-        _, errors = app.communicate()
-    assert "Traceback" not in errors, errors
+def test_the_command_prints_where_it_answers_and_ends_at_a_signal(command):
+    app, port, home = command
+    line = app.stdout.readline()  # the base is loaded, and the page answers
+    assert f"http://127.0.0.1:{port}" in line
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/")
+    assert connection.getresponse().status == 200
+    connection.close()
+    app.send_signal(signal.SIGTERM)
+    _, errors = app.communicate(timeout=30)
+    assert app.returncode == 0 and "Traceback" not in errors, errors
+    assert not list((home / "tmp").iterdir())

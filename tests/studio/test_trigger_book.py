@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tiny_engram.studio.trigger_book import IDLE, SWITCHED_OFF
+from tiny_engram.studio.trigger_book import IDLE, NOT_TAUGHT, SWITCHED_OFF, TYPED
 
 
 @pytest.fixture
@@ -135,3 +135,25 @@ def test_many_threads_at_once(studio, shelf):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_of_two_with_one_spelling_the_second_is_told_why(studio, shelf, concept_of):
+    twin = studio.library.add(concept_of("tako", name="twin", seed=9))
+    first, second = [id for id in studio.book.known() if id in (twin, shelf["tako"])]
+    (found,) = studio.book.explain("a tako, TAKO and takos", None, {twin: 1.0, shelf["tako"]: 1.0})
+    assert [f.name for f in found.fired] == [first, first]
+    told = [(u.text, u.reason) for u in found.unfired if u.name == second]
+    assert told == [(text, f"its spelling is taken by {first!r}; put one of the two away") for text in ("tako", "TAKO")]
+
+
+def test_a_trigger_that_is_being_typed(studio, shelf):
+    book = studio.book
+    typed = book.typed("mivo-tark", ["mivotark"])
+    prompt, negative = book.explain("a mivo-tark, mivotark and mivo-tarks", "no mivo-tark", {}, typed=typed)
+    told = {u.text: u.reason for u in prompt.unfired}
+    assert told["mivo-tark"] == told["mivotark"] == NOT_TAUGHT and len(told) >= 2
+    assert [(u.name, u.reason) for u in negative.unfired] == [(TYPED, NOT_TAUGHT)]
+    studio.library.save_draft("mivo-tark")
+    (found,) = book.explain("a mivo-tark", None, {}, typed=book.typed("mivo-tark"))
+    assert [u.name for u in found.unfired] == [TYPED]  # once: its own draft is the same
+    assert book.typed("Tako") is None and book.typed("!!!") is None

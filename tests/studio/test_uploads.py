@@ -140,7 +140,7 @@ def test_limits_of_size_count_and_all(tmp_path, picture_bytes):
     blobs = [(f"{k}.png", picture_bytes(k)) for k in range(4)]
     size = len(blobs[0][1])
     for limits, kept, reason in (
-        (Limits(file_bytes=size - 500), 0, "expected a smaller file"),
+        (Limits(file_bytes=size - 500), 0, "KiB, expected at most"),
         (Limits(files=2), 2, "more than 2 pictures"),
         (Limits(total_bytes=3 * size + 100), 3, "in all; send smaller pictures"),
         (Limits(pixels=64 * 64 - 1), 0, "64 x 64 pixels, expected at most 4,095"),
@@ -155,7 +155,7 @@ def test_limits_of_size_count_and_all(tmp_path, picture_bytes):
 def test_large_ones_are_kept_smaller(tmp_path):
     blob = encoded(Image.new("RGB", (3000, 2), (10, 20, 30)))
     (taken,) = take_pictures([("long.png", blob)], tmp_path, Limits(side=100)).pictures
-    assert (taken.width, taken.height) == (100, 1) and Image.open(taken.file).size == (100, 1)
+    assert (taken.width, taken.height) == (100, 1) and taken.sent == (3000, 2) and Image.open(taken.file).size == (100, 1)
 
 
 def test_a_folder_that_cannot_be_written_is_no_picture_s_fault(tmp_path, picture_bytes):
@@ -177,3 +177,11 @@ def test_a_folder_that_cannot_be_written_is_no_picture_s_fault(tmp_path, picture
 )
 def test_names_are_shown_on_one_line(given, shown):
     assert shown_name(given) == shown
+
+
+def test_a_file_that_is_too_large_is_told_its_size(tmp_path):
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(47 * 2**20)
+    (told,) = take_pictures([path], tmp_path).refused
+    assert told == ("large.png", "47 MiB, expected at most 32 MiB; save the picture smaller")

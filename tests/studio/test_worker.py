@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tiny_engram.concept import Concept
-from tiny_engram.studio.job_folder import CANCEL, PAUSE, hold, read_state
+from tiny_engram.studio.job_folder import CANCEL, PAUSE, hold, read_state, stopped_at
 from tiny_engram.studio.worker import Stop, main, newest_checkpoint, teach
 from tiny_engram.training.checkpoint import load_checkpoint
 
@@ -103,7 +103,7 @@ def test_what_goes_on_has_the_bits_of_what_was_not_stopped(pipe, job, file, name
     whole, parts = job(**options), job(**options)
     run(whole, pipe)
     first = run(parts, pipe, StopAt(parts, file, 2))
-    assert (first.state, first.step, first.message) == (name, 2, f"{name}; goes on from step 2 of 5") and read_state(parts) == first
+    assert (first.state, first.step, first.message) == (name, 2, stopped_at(name, 2, 5)) and read_state(parts) == first
     assert not (parts / "output" / "concept.safetensors").exists()
     second = run(parts, pipe, StopAt(parts, file, 1))
     assert (second.state, second.step) == (name, 3) and second.seconds > first.seconds
@@ -198,23 +198,15 @@ def test_two_processes_never_work_on_one_job(job, capsys):
 # -- kills ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def killed(saved_pipe):
+@pytest.fixture
+def killed(forked, saved_pipe):
     """killed(folder, at) -> (exit code, operations): teach in a process of its own, killed before its `at`-th file operation."""
-    command = [sys.executable, str(Path(__file__).with_name("killed_worker.py")), str(saved_pipe)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdin and process.stdout and process.stdout.readline() == "ready\n"
 
-        def ask(folder: Path, at: int = 0) -> tuple[int, int | None]:
-            assert process.stdin and process.stdout
-            process.stdin.write(json.dumps({"folder": str(folder), "at": at}) + "\n")
-            process.stdin.flush()
-            told = json.loads(process.stdout.readline())
-            return told["code"], told["operations"]
+    def ask(folder: Path, at: int = 0) -> tuple[int, int | None]:
+        told = forked.ask(teach=str(folder), at=at, model=str(saved_pipe))
+        return told["code"], told["operations"]
 
-        yield ask
-        process.stdin.close()
+    return ask
 
 
 def sweep(killed, job, points) -> None:

@@ -10,7 +10,7 @@ from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept
-from tiny_engram.training.class_word import CARRIERS, _pairs, _place, _tokens, start_at_word
+from tiny_engram.training.class_word import CARRIERS, _pairs, _tokens, place_of_word, start_at_word
 
 ROLE = "clip_l"
 
@@ -77,9 +77,9 @@ def test_a_word_is_found_where_its_characters_are(pipe):
     ids, characters = _tokens(pipe.tokenizer, texts)
     (lamp,) = pipe.tokenizer("lamp", add_special_tokens=False).input_ids[-1:]
     for row, (text, carrier) in enumerate(zip(texts, CARRIERS, strict=True)):
-        first, length = _place(carrier, "lamp", characters[row]) or (-1, 0)
+        first, length = place_of_word(carrier, "lamp", characters[row]) or (-1, 0)
         assert int(ids[row, first + length - 1]) == lamp, text
-    assert _place("a {0}", "lamp" * 200, _tokens(pipe.tokenizer, ["a " + "lamp" * 200])[1][0]) is None
+    assert place_of_word("a {0}", "lamp" * 200, _tokens(pipe.tokenizer, ["a " + "lamp" * 200])[1][0]) is None
 
 
 def test_what_cannot_start_is_refused(adapter):

@@ -198,7 +198,7 @@ class Engine:
         clash = next((other for other in others if other in taken), None)
         if clash is not None:
             raise StudioError(
-                f"trigger {taken[clash]!r} of {concept.name!r} is taken by {others[clash]!r}, which is loaded; unload that one first"
+                f"trigger {taken[clash]!r} of {concept.name!r} is taken by {others[clash]!r}, which is in use; put that one away first"
             )
         loaded = Loaded(id, concept.name, concept.trigger, concept.aliases)
         self._shelf.put(id)

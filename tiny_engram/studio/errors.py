@@ -4,7 +4,10 @@ from pathlib import Path
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["StudioError", "without_folder"]
+__all__ = ["MOST_FILE", "StudioError", "without_folder"]
+
+# Bytes of one file that a browser may send, of whatever kind: the page, gradio's own message and the checks behind it say the same.
+MOST_FILE = 32 * 2**20
 
 
 class StudioError(TinyEngramError):

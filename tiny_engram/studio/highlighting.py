@@ -60,13 +60,14 @@ def _chosen(engine: "Engine", strengths: Mapping[str, float] | None) -> tuple[Ma
     return (dict.fromkeys(shelf, 1.0) if strengths is None else strengths), shelf
 
 
-def highlight(prompt: str, engine: "Engine", strengths: Mapping[str, float] | None = None) -> list[Piece]:
+def highlight(prompt: str, engine: "Engine", strengths: Mapping[str, float] | None = None, typed: Known | None = None) -> list[Piece]:
     """The prompt in pieces, which joined are the prompt: (text, concept id or None, fired, reason).
 
     Args:
         prompt: at most 2,000 characters.
         engine: whose library and shelf count.
         strengths: concepts that act, by id, as in a request; None: all on the shelf, at 1.
+        typed: a trigger that is in no library yet, of `engine.book.typed`.
 
     A piece with an id that did not fire is a trigger that stands there but will do nothing: `reason` says why. With several encoders a
     trigger counts as fired where any of them sees it.
@@ -76,7 +77,7 @@ def highlight(prompt: str, engine: "Engine", strengths: Mapping[str, float] | No
     prompt = checked_text("prompt", prompt)
     counted, shelf = _chosen(engine, strengths)
     places: list[tuple[int, int, str, bool, str]] = []
-    for explained in engine.book.explain(prompt, None, counted, loaded=shelf):
+    for explained in engine.book.explain(prompt, None, counted, loaded=shelf, typed=typed):
         _, offsets = engine.book.encode(explained.role, prompt)
         for span in explained.fired:
             low, high = _trim(prompt, offsets[span.start][0], offsets[span.end - 1][1])
@@ -111,7 +112,11 @@ def _trim(text: str, low: int, high: int) -> tuple[int, int]:
 
 
 def explain_rows(
-    prompt: str, negative_prompt: str, engine: "Engine", strengths: Mapping[str, float] | None = None
+    prompt: str,
+    negative_prompt: str,
+    engine: "Engine",
+    strengths: Mapping[str, float] | None = None,
+    typed: Known | None = None,
 ) -> tuple[Explained, ...]:
     """Per prompt and encoder, why each trigger fires or does not; the negative prompt's come last, an empty one has none.
 
@@ -119,8 +124,9 @@ def explain_rows(
     """
     prompt, negative_prompt = checked_text("prompt", prompt), checked_text("negative prompt", negative_prompt or "")
     counted, shelf = _chosen(engine, strengths)
-    found = engine.book.explain(prompt, negative_prompt, counted, loaded=shelf)
-    return _rows(found, engine.book.known(), [*dict.fromkeys([*counted, *shelf])])
+    found = engine.book.explain(prompt, negative_prompt, counted, loaded=shelf, typed=typed)
+    mine = {} if typed is None else {typed.id: typed}
+    return _rows(found, {**engine.book.known(), **mine}, [*mine, *dict.fromkeys([*counted, *shelf])])
 
 
 def rows_of(explanation: Explanation, engine: "Engine") -> tuple[Explained, ...]:

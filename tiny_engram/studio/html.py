@@ -11,6 +11,7 @@ from tiny_engram.studio.html_parts import (
     badge,
     date_in_words,
     empty,
+    encoder,
     escape,
     facts,
     file_size,
@@ -25,6 +26,7 @@ from tiny_engram.studio.registering import Report, RoleTokens
 __all__ = ["explained", "highlighted", "inspected", "pictures_refused", "report", "settings", "token_chips"]
 
 MOST_VARIANTS = 12
+MOST_NAMES = 4  # of files that were left out for one reason
 _LOOK_ALIKE = {"\u2013": "with an en dash", "\u2011": "with a non-breaking hyphen"}
 
 
@@ -55,7 +57,7 @@ def _role_tokens(role: RoleTokens) -> str:
     more = len(role.spellings) - MOST_VARIANTS
     rows += [f'<p class="te-soft">and {more} more ways in which it is written</p>'] if more > 0 else []
     window = "" if role.window is None else f' <span class="te-soft">reads {role.window} tokens of a prompt</span>'
-    return f"<h4>{escape(role.role)}{window}</h4>{''.join(rows)}"
+    return f"<h4>{escape(encoder(role.role).capitalize())}{window}</h4>{''.join(rows)}"
 
 
 def _verdict(fires: bool) -> str:
@@ -153,7 +155,7 @@ def explained(found: Sequence[Explained]) -> str:
     parts = []
     for each in found:
         tokens = token_chips([(text, None) for text in each.tokens], each.fired_tokens, label=f"tokens at {each.role}")
-        title = f"{'Negative prompt' if each.negative else 'Prompt'} at {each.role}"
+        title = f"{'Negative prompt' if each.negative else 'Prompt'} at the {encoder(each.role)}"
         heads = ("", "Concept", "Text", "Tokens", "Strength", "Why")
         rows = (
             table(heads, [_explain_row(row) for row in each.rows], title, stacks=True)
@@ -174,6 +176,11 @@ def _numbers(values: Sequence[float]) -> str:
     return escape(shown + (f" and {len(values) - 24} more" if len(values) > 24 else ""))
 
 
+def _broken(name: str) -> str:
+    """A name with dots, which may go on in a new line after each."""
+    return escape(name).replace(".", ".<wbr>")
+
+
 def inspected(told: Mapping[str, Any]) -> str:
     """What `Library.inspect` says: rows and gates per mount, maps, recipe."""
     aliases = ", ".join(told["aliases"]) or "none"
@@ -183,18 +190,18 @@ def inspected(told: Mapping[str, Any]) -> str:
     top = [("Name", told["name"]), ("Trigger", told["trigger"]), ("Aliases", aliases + untrained), ("Base", told["base"] or "not known")]
     parts = [facts([*top, ("Steps", steps), ("File", size), ("Date", date_in_words(told["created"]))])]
     for role, place in told["roles"].items():
-        heads = ("Mount", "Rows", "Bytes", "Size at each position", "Gain", "Bias")
+        heads = ("Place", "Rows", "Bytes", "Size at each position", "Gain", "Bias")
         rows = [
-            (escape(m["mount"]), f"{m['rows']:,}", f"{m['bytes']:,}", _numbers(m["size"]), _numbers(m["gain"]), _numbers(m["bias"]))
+            (_broken(m["mount"]), f"{m['rows']:,}", f"{m['bytes']:,}", _numbers(m["size"]), _numbers(m["gain"]), _numbers(m["bias"]))
             for m in place["mounts"]
         ]
-        title = f"Rows and gates at {role}"
-        parts.append(f"<section><h3>{escape(title)}</h3>{table(heads, rows, title)}</section>")
+        title = f"Rows and gates at the {encoder(role)}"
+        parts.append(f"<section><h3>{escape(title)}</h3>{table(heads, rows, title, stacks=True)}</section>")
         if place["maps"]:
             rows = [
-                (escape(m["map"]), f"{m['rank']}", f"{m['channels']:,}", f"{m['bytes']:,}", _numbers([m["size"]])) for m in place["maps"]
+                (_broken(m["map"]), f"{m['rank']}", f"{m['channels']:,}", f"{m['bytes']:,}", _numbers([m["size"]])) for m in place["maps"]
             ]
-            title, heads = f"Maps at {role}", ("Map", "Rank", "Channels", "Bytes", "Size")
+            title, heads = f"Maps at the {encoder(role)}", ("Map", "Rank", "Channels", "Bytes", "Size")
             parts.append(f"<section><h3>{escape(title)}</h3>{table(heads, rows, title)}</section>")
     recipe = [(str(key), value) for key, value in told["recipe"].items()]
     if recipe:
@@ -209,8 +216,13 @@ def pictures_refused(refused: Sequence[tuple[str, str]]) -> str:
     """Files that were not taken: (shown name, reason). Empty if there are none."""
     if not refused:
         return ""
-    lines = "".join(
-        f'<li><span class="te-word">{escape(name)}</span><span class="te-soft">{escape(why)}</span></li>' for name, why in refused
-    )
+    by_reason: dict[str, list[str]] = {}
+    for name, why in refused:
+        by_reason.setdefault(why, []).append(name)
+    lines = ""
+    for why, names in by_reason.items():
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        told = f"{', '.join(names[:MOST_NAMES])}{more}"
+        lines += f'<li><span class="te-word">{escape(told)}</span><span class="te-soft">{escape(why)}</span></li>'
     said = notice("warning", f"{plural(len(refused), 'file')} left out")
     return wrap(f'{said}<ul class="te-lines">{lines}</ul>')

@@ -14,14 +14,17 @@ __all__ = [
     "clock",
     "date_in_words",
     "empty",
+    "encoder",
     "escape",
     "facts",
     "file_size",
+    "last_loss",
     "loss_plot",
     "notice",
     "picture",
     "plural",
     "shown_token",
+    "smoothed",
     "table",
     "wrap",
 ]
@@ -40,6 +43,11 @@ def escape(value: object) -> str:
 def wrap(*parts: str) -> str:
     """The element that the style sheet speaks of."""
     return f'<div class="te">{"".join(parts)}</div>'
+
+
+def encoder(role: str) -> str:
+    """A role in plain words: every one that reads prompts is a text encoder."""
+    return f"text encoder ({role})"
 
 
 def plural(count: int, what: str) -> str:
@@ -135,17 +143,33 @@ def shown_token(token: str) -> tuple[str, bool]:
     return text_of_token(token, byte_level=True).strip() or "\u2423", False
 
 
-def loss_plot(losses: Sequence[tuple[int, float]], steps: int) -> str:
-    """Losses by step, as they are and smoothed (the mean of those around), over `steps` in all; points that are no numbers are left out."""
+def smoothed(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Losses by step, each the mean of those around."""
+    half = max(1, len(losses) // 16)
+    near = [[loss for _, loss in losses[max(0, k - half) : k + half + 1]] for k in range(len(losses))]
+    return [(step, sum(each) / len(each)) for (step, _), each in zip(losses, near, strict=True)]
+
+
+def last_loss(losses: Sequence[tuple[int, float]]) -> float | None:
+    """The loss that a job is at: the smoothed curve's end. None before the first step."""
+    points = _points(losses)
+    return smoothed(points)[-1][1] if points else None
+
+
+def _points(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most MOST_POINTS of them, means of what they stand for."""
     points = [(int(step), float(loss)) for step, loss in losses if math.isfinite(loss)]
-    if not points:
-        return empty("No loss yet", "The curve begins with the first steps.", small=True)
     size = max(1, math.ceil(len(points) / MOST_POINTS))
     groups = [points[k : k + size] for k in range(0, len(points), size)]
-    points = [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
-    half = max(1, len(points) // 16)
-    near = [[loss for _, loss in points[max(0, k - half) : k + half + 1]] for k in range(len(points))]
-    smooth = [(step, sum(losses) / len(losses)) for (step, _), losses in zip(points, near, strict=True)]
+    return [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
+
+
+def loss_plot(losses: Sequence[tuple[int, float]], steps: int) -> str:
+    """Losses by step, as they are and smoothed (the mean of those around), over `steps` in all; points that are no numbers are left out."""
+    points = _points(losses)
+    if not points:
+        return empty("No loss yet", "The curve begins with the first steps.", small=True)
+    smooth = smoothed(points)
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     flat = high - low <= 1e-6 * abs(high)
     room = (abs(high) * 0.1 or 1.0) if flat else (high - low) * 0.06
@@ -159,7 +183,7 @@ def loss_plot(losses: Sequence[tuple[int, float]], steps: int) -> str:
         return f'<polyline class="{kind}" points="{drawn}" vector-effect="non-scaling-stroke"/>'
 
     grid = "".join(f'<line x1="0" x2="600" y1="{y}" y2="{y}" vector-effect="non-scaling-stroke"/>' for y in (0, 40, 80, 120, 160))
-    said = f"loss at step {points[-1][0]:,}: {points[-1][1]:.4g}, smoothed {smooth[-1][1]:.4g}"
+    said = f"loss at step {points[-1][0]:,}, smoothed: {smooth[-1][1]:.4g}"
     return (
         f'<div class="te-plot"><span class="te-high">{high:.3g}</span><span class="te-low">{low:.3g}</span>'
         f'<svg viewBox="0 0 600 160" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{grid}'

@@ -38,6 +38,7 @@ __all__ = [
     "read_job",
     "read_progress",
     "read_state",
+    "stopped_at",
     "write_state",
 ]
 
@@ -232,3 +233,10 @@ def progress_lines(entries: Sequence[Progress]) -> bytes:
     """Lines of progress.jsonl: [step, loss, seconds]."""
     rows = ([e.step, None if e.loss is None or not math.isfinite(e.loss) else e.loss, e.seconds] for e in entries)
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def stopped_at(what: str, step: int, steps: int) -> str:
+    """What a stopped job says: why, and where it would go on."""
+    if step == 0:
+        return f"{what}; if resumed, it begins anew"
+    return f"{what}; {'if resumed, it ' if what == 'cancelled' else ''}goes on from step {step} of {steps}"

@@ -25,6 +25,7 @@ __all__ = ["STATES", "Job", "JobState", "JobStore", "Progress", "Taught"]
 
 MOST_TEXT, MOST_ALIASES, MOST_CAPTION = 200, 16, 1000
 MOST_PICTURES = 256
+MOST_QUOTED = 60  # characters of a caption that an error repeats: the reason comes after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +227,9 @@ def _fill(made: Path, job: Job, pictures: Sequence[Taught]) -> None:
             raise StudioError(f"the caption of picture {number + 1} has {len(caption)} characters, expected at most {MOST_CAPTION}; cut it")
         spellings = (job.trigger, *job.aliases)
         if caption and "{trigger}" not in caption and not any(s.lower() in caption.lower() for s in spellings):
+            shown = caption if len(caption) <= MOST_QUOTED else caption[: MOST_QUOTED - 3] + "..."
             raise StudioError(
-                f"the caption of picture {number + 1}, {caption!r}, does not hold the trigger {job.trigger!r}; "
+                f"the caption of picture {number + 1}, {shown!r}, does not hold the trigger {job.trigger!r}; "
                 "write {trigger} where the subject is named, or leave the caption empty"
             )
         rows += [json.dumps({"file_name": name, "text": caption}, ensure_ascii=False)] if caption else []

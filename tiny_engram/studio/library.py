@@ -31,14 +31,14 @@ from tiny_engram.studio.cards import (
     iso_date,
     read_concept,
 )
-from tiny_engram.studio.errors import StudioError, without_folder
+from tiny_engram.studio.errors import MOST_FILE, StudioError, without_folder
 from tiny_engram.studio.workspace import Workspace, check_id, free_name, new_id, read_json, write_bytes, write_json
 from tiny_engram.triggers import clean_spelling
 
 __all__ = ["Card", "Draft", "Library", "file_name_of"]
 
 SUFFIX = ".safetensors"
-MOST_IMPORT = 32 * 2**20
+MOST_IMPORT = MOST_FILE
 MOST_TRASH = 20
 MOST_DRAFTS = 500
 # What Windows takes for a device, whatever its ending.

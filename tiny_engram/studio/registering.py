@@ -131,6 +131,22 @@ class Registrar:
                 self._cache.popitem(last=False)
         return made
 
+    def check_alias(self, id: str, alias: str) -> tuple[str, ...]:
+        """What speaks against one more spelling of a concept that the library has, in lines; what is taken is refused.
+
+        Raises StudioError: a concept or draft other than `id` has its tokens, or it is too long. What cannot be a spelling at all the
+        library refuses itself.
+        """
+        alias = " ".join(str(alias or "").split())
+        _check_lengths(alias, (), called="alias")
+        report = self.report(alias, own=id)
+        taken = next((each for each in report.collisions if each.blocks), None)
+        if taken is not None:
+            kind = "draft" if taken.draft else "concept"
+            raise StudioError(f"alias {alias!r} is taken: the {kind} {taken.name!r} {taken.reason}; choose another spelling")
+        near = [f"{'draft' if each.draft else 'concept'} {each.name!r} {each.reason}" for each in report.collisions]
+        return (*report.warnings, *near)
+
     def _report(self, trigger: str, aliases: tuple[str, ...], own: str | None) -> Report:
         if not trigger.strip():
             return Report("", aliases)
@@ -181,7 +197,7 @@ class Registrar:
         if any(low <= offsets[s + n - 1][1] and offsets[s][0] < high for s, n in spans):
             return ""
         blocked = index.near([ids])
-        return REASONS[blocked[0].code] if blocked else "has other token ids there"
+        return REASONS[blocked[0].code] if blocked else "is read as other tokens there"
 
     def _near_misses(self, compiled: Mapping[str, CompiledTrigger]) -> list[NearMiss]:
         """Close spellings and words that hold the trigger, each really matched in a prompt; once, with the first encoder's reason."""
@@ -287,9 +303,9 @@ def _made_up(rng: random.Random) -> str:
     return word + rng.choice(ends) if rng.random() < 0.5 else word
 
 
-def _check_lengths(trigger: str, aliases: Sequence[str]) -> None:
+def _check_lengths(trigger: str, aliases: Sequence[str], *, called: str = "trigger") -> None:
     """Before anything is computed. Raises StudioError."""
-    for what, text in [("trigger", trigger), *(("alias", alias) for alias in aliases)]:
+    for what, text in [(called, trigger), *(("alias", alias) for alias in aliases)]:
         if len(text) > MOST_TRIGGER:
             raise StudioError(f"{what} has {len(text)} characters, expected at most {MOST_TRIGGER}; a word or two is enough")
     if len(aliases) > MOST_ALIASES:

@@ -55,7 +55,7 @@ def _respelled(concept: Concept, aliases: tuple[str, ...], untrained: tuple[str,
     for role, place in concept.roles.items():
         if (before[role].groups, before[role].variants) != (place.groups, place.variants):
             raise StudioError(
-                f"{concept.name!r} has other token ids at {role} than this base gives; open the Studio on the base it was made for"
+                f"{concept.name!r} is read as other tokens at {role} than this base reads; open the Studio on the base it was made for"
             )
     if old is not None:
         others = adapter.compile(concept.trigger, tuple(a for a in concept.aliases if a != old))

@@ -21,7 +21,7 @@ import tiny_engram
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.studio.errors import StudioError
-from tiny_engram.studio.job_folder import CANCEL, LOG, PAUSE, PROCESS, Job, JobState, checkpoint_step, hold, plain_message
+from tiny_engram.studio.job_folder import CANCEL, LOG, PAUSE, PROCESS, Job, JobState, checkpoint_step, hold, plain_message, stopped_at
 from tiny_engram.studio.jobs import JobStore, Taught
 from tiny_engram.studio.library import Library
 from tiny_engram.studio.presets import DEFAULT_PRESET, Estimate, check_fields, estimate, fields_of, measure
@@ -113,7 +113,8 @@ class Runner:
         with self._lock:
             state = self.store.state(id)
             if state.state == "queued":
-                return self.store.write(dataclasses.replace(state, state="paused", message=_kept("paused", state), place=0))
+                message = stopped_at("paused", state.step, state.steps)
+                return self.store.write(dataclasses.replace(state, state="paused", message=message, place=0))
             self._need(state, state.can_pause, "paused")
             return self._ask(id, PAUSE)
 
@@ -138,7 +139,8 @@ class Runner:
             if state.busy:
                 self._cancelled_at = time.monotonic()
                 return self._ask(id, CANCEL)
-            return self.store.write(dataclasses.replace(state, state="cancelled", message=_kept("cancelled", state), place=0))
+            message = stopped_at("cancelled", state.step, state.steps)
+            return self.store.write(dataclasses.replace(state, state="cancelled", message=message, place=0))
 
     def delete(self, id: str) -> None:
         """Take it away with its pictures and checkpoints. What it put into the library stays there."""
@@ -297,7 +299,7 @@ class Runner:
             crashed = code is not None and code > 0 and not cancelled
             why = "the Studio ended" if code is None else f"its process ended with {'signal' if code < 0 else 'code'} {abs(code)}"
             name = "cancelled" if cancelled else "failed" if crashed else "interrupted"
-            message = _kept("cancelled" if cancelled else why, dataclasses.replace(state, step=checkpoint_step(folder)))
+            message = stopped_at("cancelled" if cancelled else why, checkpoint_step(folder), state.steps)
             if crashed:
                 message += f"; {LOG} in its folder says more"
             self.store.write(dataclasses.replace(state, state=name, step=checkpoint_step(folder), seconds_left=None, message=message))
@@ -356,10 +358,6 @@ def _kill(folder: Path) -> None:
         told = read_json(folder / PROCESS)
         if told["started"] is not None and process_started(told["pid"]) == told["started"]:
             os.kill(told["pid"], signal.SIGKILL)
-
-
-def _kept(what: str, state: JobState) -> str:
-    return f"{what}; goes on from step {state.step} of {state.steps}"
 
 
 def _model(model: str | None) -> str:

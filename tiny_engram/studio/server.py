@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.studio.errors import MOST_FILE
 from tiny_engram.studio.guarding import Guard, PageFiles
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Served", "add_arguments", "main", "read_auth", "serve"]
 
-MOST_UPLOAD = 32 * 2**20  # bytes of one file
 MOST_SESSIONS = 64
 PORTS = range(7860, 7960)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -110,7 +110,7 @@ def serve(
             show_error=False,
             # What handlers give to a browser is copied from here; nothing else of the server is served.
             allowed_paths=[str(studio.workspace.tmp)],
-            max_file_size=MOST_UPLOAD,
+            max_file_size=MOST_FILE,
             state_session_capacity=MOST_SESSIONS,
             max_threads=40,
             enable_monitoring=False,

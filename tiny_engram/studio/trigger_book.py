@@ -14,15 +14,17 @@ from typing import Any
 
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.explanation import PromptExplanation, explain_prompt
+from tiny_engram.explanation import PromptExplanation, Unfired, explain_prompt
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger, compile_trigger, encode_with_offsets
 
-__all__ = ["Known", "TriggerBook", "Voice", "plain_text"]
+__all__ = ["TYPED", "Known", "TriggerBook", "Voice", "plain_text"]
 
+TYPED = "typed"  # the id of a trigger that is in no library yet
 IDLE, DRAFT = "not in use; press Use on its card in the Library", "a draft: nothing was taught yet"
 SWITCHED_OFF = "strength is 0"
+NOT_TAUGHT = "not taught yet; once it is, it fires here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +154,42 @@ class TriggerBook:
                         found.update(owners.get(tuple(ids[start : start + length]), ()))
             return [each for each in known if each in found]
 
+    def typed(self, trigger: str, aliases: Sequence[str] = ()) -> Known | None:
+        """A trigger that somebody is typing, for `explain`; None for one that cannot be registered, or has the tokens of another."""
+        try:
+            compiled = self.compile(trigger, aliases)
+        except TinyEngramError:
+            return None
+        first = next(iter(compiled.values()))
+        known, same = self.known(), first.text.casefold()
+        if any(not known[id].draft or known[id].trigger.casefold() != same for id in self.owners(compiled)):
+            return None
+        return Known(TYPED, first.text, first.text, first.aliases, True, compiled)
+
     def explain(
-        self, prompt: str, negative_prompt: str | None, strengths: Mapping[str, float], *, loaded: Sequence[str] = ()
+        self,
+        prompt: str,
+        negative_prompt: str | None,
+        strengths: Mapping[str, float],
+        *,
+        loaded: Sequence[str] = (),
+        typed: Known | None = None,
     ) -> tuple[PromptExplanation, ...]:
         """As the adapter's `explain` with these concepts at these strengths; names are ids of the library.
 
-        Concepts and drafts outside `strengths` that stand in a text are listed as unfired; `loaded` ones differ in the reason.
+        Concepts and drafts outside `strengths` that stand in a text are listed as unfired; `loaded` ones differ in the reason. `typed`
+        is listed as unfired too, in place of its own draft, and with its near misses.
         """
         with self._lock:
             known = self.known()
+            hidden: set[str] = set()
+            if typed is not None:
+                hidden = {id for id, each in known.items() if each.draft and each.trigger.casefold() == typed.trigger.casefold()}
+                known = {**known, typed.id: typed}
             found: list[PromptExplanation] = []
             for text, negative in [(prompt, False), *([(negative_prompt, True)] if negative_prompt else [])]:
-                seen = self.seen(text)
+                seen = [each for each in self.seen(text) if each not in hidden]
+                seen += [] if typed is None else [typed.id]
                 active = [each for each in seen if strengths.get(each, 0.0) != 0.0]
                 off = [each for each in seen if each not in active]
                 found += [self._explain(role, text, negative, active, off, strengths, known, loaded) for role in self.voices]
@@ -184,9 +210,12 @@ class TriggerBook:
         index, taken = TriggerIndex(voice.edges), TriggerIndex(voice.edges)
         firing: dict[str, float] = {}
         silent: dict[str, tuple[CompiledTrigger, str]] = {}
+        rivals: list[Unfired] = []
         for each in active:
             compiled = known[each].compiled[role]
-            if not index.conflicts(compiled):
+            if taken_by := index.conflicts(compiled):
+                rivals += self._taken(role, text, each, compiled, next(iter(taken_by)))
+            else:
                 index.add(each, compiled)
                 taken.add(each, compiled)
                 firing[each] = strengths[each]
@@ -195,7 +224,8 @@ class TriggerBook:
             # of several with one trigger, one is named: the one that fires, or the first
             if not taken.conflicts(compiled):
                 taken.add(each, compiled)
-                reason = SWITCHED_OFF if each in strengths or each in loaded else DRAFT if known[each].draft else IDLE
+                off_reason = NOT_TAUGHT if each == TYPED else DRAFT if known[each].draft else IDLE
+                reason = SWITCHED_OFF if each in strengths or each in loaded else off_reason
                 silent[each] = (compiled, reason)
         nothing = dict.fromkeys(firing, ())
         explained = explain_prompt(
@@ -210,5 +240,15 @@ class TriggerBook:
             silent=silent,
         )
         # of what is off only what would fire is worth a line: a library of a thousand has many near misses
-        unfired = tuple(u for u in explained.unfired if u.name not in silent or u.reason == silent[u.name][1])
-        return dataclasses.replace(explained, unfired=unfired)
+        unfired = [u for u in explained.unfired if u.name not in silent or u.name == TYPED or u.reason == silent[u.name][1]]
+        return dataclasses.replace(explained, unfired=tuple(sorted([*unfired, *rivals], key=lambda u: (u.start, u.name))))
+
+    def _taken(self, role: str, text: str, id: str, compiled: CompiledTrigger, owner: str) -> list[Unfired]:
+        """Where a concept would fire that cannot act beside `owner`, which has one of its spellings."""
+        ids, offsets = self.encode(role, text)
+        alone = TriggerIndex(self.voices[role].edges)
+        alone.add(id, compiled)
+        found = alone.match([ids])
+        places = zip(found.start.tolist(), found.length.tolist(), strict=True)
+        reason = f"its spelling is taken by {owner!r}; put one of the two away"
+        return [Unfired(id, text[offsets[s][0] : offsets[s + n - 1][1]], s, reason) for s, n in places]

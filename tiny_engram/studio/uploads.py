@@ -5,6 +5,7 @@ EXIF (which may say where a picture was taken), no colour profile, no name.
 """
 
 import io
+import os
 import threading
 import unicodedata
 import warnings
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from tiny_engram.studio.errors import StudioError, without_folder
+from tiny_engram.studio.errors import MOST_FILE, StudioError, without_folder
 from tiny_engram.studio.workspace import new_id, write_bytes
 from tiny_engram.training.data import DataError, load_picture
 
@@ -32,7 +33,7 @@ class Limits:
     """`file_bytes` of one file and `total_bytes` of all, `files` of them, `pixels` of one picture as its header says; pictures are kept
     with at most `side` pixels along their longer side."""
 
-    file_bytes: int = 20 * 2**20
+    file_bytes: int = MOST_FILE
     total_bytes: int = 256 * 2**20
     files: int = 64
     pixels: int = 50_000_000
@@ -41,13 +42,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One that was taken: the server's id and file, the name a user knows it by (not escaped), its size in pixels as kept."""
+    """One that was taken: the server's id and file, the name a user knows it by (not escaped), its size in pixels as kept, and as it was
+    sent (`sent`)."""
 
     id: str
     file: Path
     name: str
     width: int
     height: int
+    sent: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,31 +107,33 @@ class _Unwritable(StudioError):
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:.3g} MiB"
+    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
 
 
 def _read(source: str | Path | bytes, limits: Limits) -> bytes:
     if isinstance(source, bytes):
         blob = source
+        size = len(blob)
     else:
         path = Path(source)
         try:
             if not path.is_file():
                 raise StudioError("no such file, expected a picture; send it again")
             with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
                 blob = file.read(limits.file_bytes + 1)
         except OSError as error:
             raise StudioError(f"cannot be read ({error.strerror}); send it again") from error
     if not blob:
         raise StudioError("the file is empty, expected a picture; send it again")
     if len(blob) > limits.file_bytes:
-        raise StudioError(f"more than {_mib(limits.file_bytes)}, expected a smaller file; save the picture smaller")
+        raise StudioError(f"{_mib(size)}, expected at most {_mib(limits.file_bytes)}; save the picture smaller")
     return blob
 
 
 def open_checked(blob: bytes, limits: Limits) -> Image.Image:
     """The picture, not decoded yet: a known format by its content, and no more pixels than `limits` says. Raises StudioError."""
-    known = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
+    known = "PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or PPM"
     try:
         with warnings.catch_warnings(action="ignore"):
             Image.init()  # or formats that nobody opened before are not known
@@ -177,6 +182,7 @@ def _take(blob: bytes, shown: str, folder: Path, limits: Limits) -> Picture:
         raise StudioError(f"a damaged picture ({without_folder(_reason(cause), sent, shown)}); send it again or leave it out") from error
     finally:
         sent.unlink(missing_ok=True)
+    sent_size = picture.size
     if max(picture.size) > limits.side:
         scale = limits.side / max(picture.size)
         size = tuple(max(1, round(side * scale)) for side in picture.size)
@@ -186,4 +192,4 @@ def _take(blob: bytes, shown: str, folder: Path, limits: Limits) -> Picture:
         write_bytes(file, png_bytes(picture, compress_level=3))
     except StudioError as error:
         raise _Unwritable(str(error)) from error
-    return Picture(made, file, shown, *picture.size)
+    return Picture(made, file, shown, *picture.size, sent_size)

@@ -37,6 +37,7 @@ from tiny_engram.studio.job_folder import (
     read_job,
     read_progress,
     read_state,
+    stopped_at,
     write_state,
 )
 from tiny_engram.studio.workspace import write_bytes, write_json
@@ -116,7 +117,7 @@ class Stop:
 def _stopped(folder: Path, asked: str, steps: int) -> dict[str, Any]:
     """What the state of a stopped job says."""
     step, why = checkpoint_step(folder), "the Studio ended" if asked == "interrupted" else asked
-    return {"state": asked, "step": step, "message": f"{why}; goes on from step {step} of {steps}"}
+    return {"state": asked, "step": step, "message": stopped_at(why, step, steps)}
 
 
 class _Reporter:

@@ -21,7 +21,7 @@ from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, span_mean_norm
 
-__all__ = ["CARRIERS", "Start", "start_at_word"]
+__all__ = ["CARRIERS", "Start", "place_of_word", "start_at_word"]
 
 CARRIERS = (
     "a {0}",
@@ -111,7 +111,7 @@ def _pairs(adapter: Any, concept: Concept, role: str, word: str) -> _Pairs:
     found = adapter.spans(concept, triggers, role)
     for row, *span in zip(*(x.tolist() for x in (found.batch, found.start, found.length, found.offset)), strict=True):
         fired.setdefault(row, []).append((span[0], span[1], span[2]))
-    places = [_place(text, word, characters[row]) for row, text in enumerate(CARRIERS)]
+    places = [place_of_word(text, word, characters[row]) for row, text in enumerate(CARRIERS)]
     if not any(places):
         raise TinyEngramError(
             f"class_word {word!r} is not read as tokens of its own by the tokenizer of {role}; write a plain word that the base knows"
@@ -145,7 +145,7 @@ def _tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[torch.Tensor, list[li
     return out.input_ids, [[(first, end) for first, end in row] for row in out.offset_mapping.tolist()]
 
 
-def _place(text: str, word: str, characters: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+def place_of_word(text: str, word: str, characters: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     """(first token, tokens) of the word in a carrier; None where it is cut off, or shares a token with what stands beside it."""
     first = text.index("{0}")
     end = first + len(word)

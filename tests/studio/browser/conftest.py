@@ -1,4 +1,4 @@
-"""The Studio in a process of its own, and Debian's Chromium, driven through it by Playwright as a person would.
+"""The Studio in processes of its own, and Debian's Chromium, driven through it by Playwright as a person would.
 
 A test that fails leaves a picture of its page in out/browser/.
 """
@@ -9,11 +9,10 @@ import io
 import os
 import re
 import shutil
+import signal
 import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from PIL import Image
@@ -33,53 +32,6 @@ PATIENCE = 60_000  # milliseconds: two cores may be busy with other things
 expect.set_options(timeout=PATIENCE)
 # Gradio's client says so whenever it closes a stream of events, and has nothing more to close.
 GRADIO_SAYS = ("Method not implemented.",)
-
-
-class App:
-    """`tiny-engram app` on a folder and a free port; `url` answers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with socket.socket() as tried:
-            tried.bind(("127.0.0.1", 0))
-            port = tried.getsockname()[1]
-        code = "import sys; from tiny_engram.cli import main; sys.exit(main(sys.argv[1:]))"
-        told = ["app", "--data_dir", str(folder), "--port", str(port)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.lines: list[str] = []
-        self._found = threading.Event()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *told], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = f"http://127.0.0.1:{port}"
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if self.url in line:
-                self._found.set()
-        self._found.set()
-
-    def wait(self) -> "App":
-        """Until it has said where it answers."""
-        self._found.wait(120)
-        assert self.process.poll() is None and any(self.url in line for line in self.lines), "".join(self.lines)
-        return self
-
-    def close(self) -> None:
-        """End it, and see that it had nothing to complain of."""
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-            self._reader.join(10)
-        said = "".join(self.lines)
-        assert "Traceback" not in said and "unexpected" not in said, said
-        assert self.process.returncode == 0, said
 
 
 class Window:
@@ -104,6 +56,18 @@ class Window:
         self.page.goto(self.url)
         self.page.wait_for_selector("body[data-ready=true]")
         return self
+
+    def paint(self, scheme: Literal["light", "dark"]) -> None:
+        """Light or dark, as a page that is loaded gets it: gradio puts one class on the body then, and does not follow the system later."""
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.evaluate(
+            """dark => {
+              document.body.classList.toggle('dark', dark);
+              getComputedStyle(document.body).color;
+              return Promise.all(document.getAnimations().filter((each) => each instanceof CSSTransition).map((each) => each.finished));
+            }""",
+            scheme == "dark",
+        )
 
     def reload(self) -> None:
         self._leaving = True  # what was on its way breaks off, and gradio's client says so
@@ -174,18 +138,26 @@ def browser():
 
 
 @pytest.fixture(scope="session")
-def apps():
-    """apps(folder) -> an App that is starting; closed at the end."""
+def apps(forked):
+    """apps(folder) -> the app on a folder and a free port, which is starting; ended at the end, having had nothing to complain of."""
     _chromium()
-    started: list[App] = []
+    started = []
 
-    def start(folder: Path) -> App:
-        started.append(App(folder))
+    def start(folder: Path):
+        with socket.socket() as tried:
+            tried.bind(("127.0.0.1", 0))
+            port = tried.getsockname()[1]
+        started.append(forked.app("--data_dir", str(folder), port=port, log=folder.parent / "log"))
         return started[-1]
 
     yield start
     for app in started:
-        app.close()
+        app.send(signal.SIGTERM)
+    codes = [app.ended(60) for app in started]
+    for app, code in zip(started, codes, strict=True):
+        app.kill()
+        assert "Traceback" not in app.said and "unexpected" not in app.said, app.said
+        assert code == 0, (code, app.said)
 
 
 @pytest.fixture
@@ -193,11 +165,12 @@ def window(request, browser: Browser):
     """window(app, width=1440, height=900, dark=False) -> a Window on it."""
     contexts, opened, used = [], [], []
 
-    def make(app: App, *, width: int = 1440, height: int = 900, dark: bool = False) -> Window:
+    def make(app, *, width: int = 1440, height: int = 900, dark: bool = False) -> Window:
+        app.wait()
         used.append(app)
         scheme = "dark" if dark else "light"
         contexts.append(browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"))
-        opened.append(Window(contexts[-1].new_page(), app.wait().url))
+        opened.append(Window(contexts[-1].new_page(), app.url))
         return opened[-1].open()
 
     yield make
@@ -207,7 +180,7 @@ def window(request, browser: Browser):
             FAILED.mkdir(parents=True, exist_ok=True)
             name = re.sub(r"\W+", "-", request.node.name).strip("-")
             each.page.screenshot(path=FAILED / f"{name}-{k}.png", full_page=True)
-            print(each.complaints, *used[k].lines[-40:], sep="\n")
+            print(each.complaints, *used[k].said.splitlines()[-40:], sep="\n")
     for context in contexts:
         context.close()
     assert not (complaints := [line for each in opened for line in each.complaints]), complaints

@@ -5,7 +5,7 @@ import struct
 import zlib
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 
 def _bomb() -> bytes:
@@ -105,12 +105,12 @@ def test_pictures_and_settings_that_cannot_be_taught(furnished, window, picture_
     # numbers out of bounds
     seen.unfold("teach-advanced")
     field = seen.find("#teach-advanced").get_by_label("Steps").first
-    for value, told in (("99999", "max_train_steps is 99,999, expected at most 20,000"), ("-3", "max_train_steps")):
+    for value, told in (("99999", "Steps is 99,999, expected at most 20,000"), ("-3", "Steps is -3"), ("", "Steps is empty")):
         field.fill(value)
         expect(seen.find("#teach-time")).to_contain_text(told)
         seen.click("teach-start")
         seen.told(told)
-    field.fill("")
+    field.fill("40")
     expect(seen.find("#teach-time")).to_contain_text("Takes about")
     seen.find("#teach-advanced textarea").last.fill("a picture without it")
     seen.click("teach-start")
@@ -232,6 +232,27 @@ def test_a_page_that_was_overtaken_by_another(furnished, window):
     first.find("#register-drafts li").filter(has_text="tulver-nib").get_by_role("button", name="Delete").click()
     expect(first.find("#register-drafts")).not_to_contain_text("tulver-nib")
     expect(second.find("#register-drafts")).not_to_contain_text("tulver-nib")
+
+
+def test_an_answer_that_is_late_takes_back_nothing_that_was_typed(furnished, window):
+    seen = window(furnished)
+    held: list[Route] = []
+    holding = True
+    seen.page.route("**/gradio_api/queue/data*", lambda route: held.append(route) if holding else route.continue_())
+    with seen.page.expect_request("**/gradio_api/queue/data*"):
+        seen.page.get_by_role("tab", name="Teach", exact=True).click()
+    seen.expect_tab("Teach")
+    seen.type("teach-trigger", "belmo-fa")
+    expect(seen.find("#teach-report")).to_contain_text("· belmo-fa")
+    holding = False
+    assert held
+    for route in held:
+        route.continue_()
+    seen.page.wait_for_timeout(1_000)  # what would take it back has come by then
+    expect(seen.find("#teach-report")).to_contain_text("· belmo-fa")
+    assert seen.box("teach-trigger").input_value() == "belmo-fa"
+    seen.reload()
+    expect(seen.box("teach-trigger")).to_have_value("belmo-fa")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -14,7 +14,7 @@ from tiny_engram.studio.errors import StudioError
 from tiny_engram.studio.gallery import Entry
 from tiny_engram.studio.highlighting import Piece
 from tiny_engram.studio.html import settings
-from tiny_engram.studio.html_parts import escape
+from tiny_engram.studio.html_parts import date_in_words, encoder, escape
 from tiny_engram.studio.ui.create_drawing import Drawing, Fired, Shown
 
 __all__ = ["data_uri", "highlight_html", "history_html", "picture_uri", "progress_html", "shelf_html", "stage_html"]
@@ -142,8 +142,9 @@ def progress_html(drawing: Drawing | None, before: int = 0) -> str:
 
 
 def _time_of(id: str) -> str:
-    """When a picture of the gallery was drawn, which its id says."""
-    return datetime.fromtimestamp(int(id[:16], 16) / 1e9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    """When a picture of the gallery was drawn, which its id says; the page's script puts it into the time of whoever looks."""
+    drawn = datetime.fromtimestamp(int(id[:16], 16) / 1e9, UTC)
+    return f'<time datetime="{drawn:%Y-%m-%dT%H:%M:%SZ}">{date_in_words(drawn.isoformat())}, {drawn:%H:%M} UTC</time>'
 
 
 def _figure(uri: str, caption: str, alt: str, note: str = "") -> str:
@@ -157,7 +158,7 @@ def _figure(uri: str, caption: str, alt: str, note: str = "") -> str:
 def _fired_html(fired: Sequence[Fired]) -> str:
     lines = []
     for each in list(fired)[:MOST_REASONS]:
-        where = f" at {', '.join(each.roles)}" if each.roles else ""
+        where = f" at the {', '.join(map(encoder, each.roles))}" if each.roles else ""
         if each.fired:
             lines.append(
                 f'<p class="tc-line tc-good"><span aria-hidden="true">●</span> <b>{escape(each.name)}</b> fired{escape(where)}</p>'

@@ -10,3 +10,12 @@ element.addEventListener('click', (event) => {
   figure.classList.toggle('tc-wide', wide);
   button.setAttribute('aria-expanded', String(wide));
 });
+
+// The server knows neither the reader's clock nor language.
+function localise() {
+  for (const each of element.querySelectorAll('time[datetime]')) {
+    each.textContent = new Date(each.dateTime).toLocaleString([], {dateStyle: 'medium', timeStyle: 'short'});
+  }
+}
+watch('value', localise);
+localise();

@@ -78,7 +78,7 @@ def build_create(studio: Studio) -> CreateTab:
             progress = gr.HTML("", js_on_load=None, elem_id="create-progress", visible=False)
             compare = gr.Checkbox(True, label="Draw the base beside it, from the same seed", elem_id="create-compare", container=False)
             with gr.Row(elem_classes="tc-seed"):
-                seed = gr.Number(0, label="Seed", precision=0, elem_id="create-seed", min_width=130)
+                seed = gr.Number(0, label="Seed", elem_id="create-seed", min_width=130)
                 random_seed = gr.Checkbox(True, label="New seed for each picture", elem_id="create-random", min_width=130)
             with gr.Accordion("More settings", open=False, elem_id="create-more"):
                 steps = gr.Slider(*STEPS, SETTINGS.steps, step=1, label="Steps", elem_id="create-steps", buttons=[])
@@ -89,13 +89,12 @@ def build_create(studio: Studio) -> CreateTab:
                 with gr.Row():
                     told = None if native is None else "empty: as the base was made for"
                     width = gr.Number(
-                        native[0] if native else None, label="Width (pixels)", info=told, precision=0, elem_id="create-width", min_width=120
+                        native[0] if native else None, label="Width (pixels)", info=told, elem_id="create-width", min_width=120
                     )
                     height = gr.Number(
                         native[1] if native else None,
                         label="Height (pixels)",
                         info=told,
-                        precision=0,
                         elem_id="create-height",
                         min_width=120,
                     )
@@ -109,12 +108,10 @@ def build_create(studio: Studio) -> CreateTab:
                 sure = gr.Button("Delete for good", size="sm", variant="stop", elem_id="create-delete-sure", min_width=110)
                 keep = gr.Button("Keep it", size="sm", elem_id="create-delete-keep", min_width=110)
     with gr.Accordion("Why each trigger fires or not", open=False, elem_id="create-explain"):
-        explain, explained, explanation = build_explain(studio, "create", prompt, negative, follows=False)
+        explain, explained, [explanation] = build_explain(studio, "create", prompt, negative, follows=False)
     with gr.Row(elem_classes="tc-heading"):
         gr.HTML('<h3 class="tc-label">History</h3>', js_on_load=None)
-        upload = gr.UploadButton(
-            "Settings from a picture …", file_types=[".png"], size="sm", type="filepath", elem_id="create-upload", scale=0, min_width=210
-        )
+        upload = gr.UploadButton("Settings from a picture …", size="sm", type="filepath", elem_id="create-upload", scale=0, min_width=210)
     history = gr.HTML(history_value(studio, None, PAGE), js_on_load=PICK, elem_id="create-history")
     chosen, count = gr.State(None), gr.State(PAGE)
     # What was typed outlives a reload, in the browser; it is no secret to it, so the key is none either.
@@ -175,7 +172,9 @@ def build_create(studio: Studio) -> CreateTab:
         if not (prompt or "").strip():
             raise StudioError("the prompt is empty; write what to draw")
         wide, high = size_of(width, height, native)
-        number = secrets.randbelow(SEED[1] + 1) if random_seed else (seed if seed is not None else 0)
+        if seed is None and not random_seed:
+            raise StudioError("the seed is empty; type a whole number, or tick “New seed for each picture”")
+        number = secrets.randbelow(SEED[1] + 1) if random_seed else seed
         wanted = GenerateRequest(
             prompt=prompt,
             negative_prompt=negative or "",
@@ -201,6 +200,7 @@ def build_create(studio: Studio) -> CreateTab:
         yield *idle, gr.skip(), *waits
         if not drawing.cancel.is_set():
             raise drawing.error
+        notice(f"{drawing.error}; nothing was kept", title="Cancelled")
 
     asked = [prompt, negative, shelf, compare, seed, random_seed, steps, guidance, width, height, count]
     drawn = gr.on(

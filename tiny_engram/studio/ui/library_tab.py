@@ -1,7 +1,7 @@
 """The Library tab: every concept and draft as a card; look inside, use, respell, share, delete with a way back. Imports gradio."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from tiny_engram.studio.ui.picking import PICK, picked, tell_turn
 __all__ = ["LibraryTab", "build_library"]
 
 MOST_SEARCH = 200
+MOST_WARNINGS = 3
+# What undo takes, the name, and whether it was in use.
+Deleted = tuple[str, str, bool]
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,7 @@ def build_library(studio: Studio) -> LibraryTab:
             scale=4,
             min_width=200,
         )
-        take_in = gr.UploadButton(
-            "Import a concept …", file_types=[".safetensors"], type="filepath", elem_id="library-import", scale=1, min_width=180
-        )
+        take_in = gr.UploadButton("Import a concept …", type="filepath", elem_id="library-import", scale=1, min_width=180)
     undo = gr.HTML("", js_on_load=PICK, elem_id="library-undo", visible=False)
     with gr.Row(elem_classes="tc-columns"):
         with gr.Column(scale=7, min_width=300):
@@ -75,7 +76,7 @@ def build_library(studio: Studio) -> LibraryTab:
                     with gr.Row(elem_classes="tl-edit"):
                         alias = gr.Textbox(
                             label="New alias",
-                            placeholder="Another spelling of the trigger",
+                            placeholder="Another spelling",
                             max_length=200,
                             elem_id="library-alias",
                             scale=3,
@@ -107,7 +108,7 @@ def build_library(studio: Studio) -> LibraryTab:
             shown.title_html(about, picture),
             html.inspected(about),
             gr.Column(visible=True),
-            gr.Button(text, interactive=not other),
+            gr.Button(text, variant="primary" if text == "Use" else "secondary", interactive=not other),
             gr.DownloadButton(value=studio.library.export(id)),
             about["name"],
             "",
@@ -116,7 +117,7 @@ def build_library(studio: Studio) -> LibraryTab:
             id,
         )
 
-    def listed(search: str, chosen: str | None, deleted: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def listed(search: str, chosen: str | None, deleted: list[Deleted]) -> tuple[Any, ...]:
         """Values for `listing`."""
         told = gr.HTML(shown.undo_html(deleted[-1][1] if deleted else None), visible=bool(deleted))
         return cards_value(studio, search, chosen), told, *inside_of(chosen)
@@ -131,11 +132,22 @@ def build_library(studio: Studio) -> LibraryTab:
         notice(f"{loaded.name} is in use; its trigger is {loaded.trigger}")
         return loaded.id, str(time.time_ns())
 
-    def put_in_trash(id: str, deleted: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def put_in_trash(id: str, deleted: list[Deleted]) -> list[Deleted]:
         card = next((card for card in studio.library.cards() if card.id == id), None)
+        used = any(each.id == id for each in studio.engine.loaded())
         token = studio.library.delete(id)
         studio.engine.unload(id)
-        return [*deleted, (token, card.name if card is not None else id)][-20:]
+        return [*deleted, (token, card.name if card is not None else id, used)][-20:]
+
+    def put_back(id: str) -> bool:
+        """Put a concept on the shelf again; another one may have its place by now."""
+        try:
+            tell_turn(studio.engine)
+            studio.engine.load(id)
+        except StudioError as error:
+            warn(f"it is not in use again: {error}")
+            return False
+        return True
 
     # -- the cards
 
@@ -144,7 +156,7 @@ def build_library(studio: Studio) -> LibraryTab:
 
     search.change(handled(on_search), [search, chosen], cards, **quick)
 
-    def on_card(search: str, chosen: str | None, deleted: list[tuple[str, str]], event: gr.EventData) -> tuple[Any, ...]:
+    def on_card(search: str, chosen: str | None, deleted: list[Deleted], event: gr.EventData) -> tuple[Any, ...]:
         act, id = picked(event)
         went, taught_now = gr.skip(), gr.skip()
         if act == "inspect":
@@ -161,32 +173,35 @@ def build_library(studio: Studio) -> LibraryTab:
         return *listed(search, chosen, deleted), deleted, went, taught_now
 
     looked = cards.pick(handled(on_card), [search, chosen, deleted], [*listing, deleted, used, taught], show_progress="hidden", **private)
-    # on a narrow page what is inside stands below the cards
+    # on a narrow page what is inside stands below the cards, and above them where a long list was scrolled
     looked.success(
         None,
         None,
         None,
-        js="() => { if (window.innerWidth < 760 && document.querySelector('#library-cards .tl-chosen')) "
-        "document.querySelector('#library-title').scrollIntoView(); }",
+        js="""() => {
+            const title = document.querySelector('#library-title'), at = title.getBoundingClientRect();
+            const away = at.bottom < 0 || at.top > window.innerHeight - 80;
+            if (away && document.querySelector('#library-cards .tl-chosen')) title.scrollIntoView();
+        }""",
         **private,
     )
 
-    def on_undo(search: str, chosen: str | None, deleted: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def on_undo(search: str, chosen: str | None, deleted: list[Deleted]) -> tuple[Any, ...]:
         if not deleted:
             return *(gr.skip() for _ in listing), deleted
-        token, gone = deleted[-1]
+        token, gone, was_used = deleted[-1]
         rest = deleted[:-1]
         try:
-            studio.library.undo(token)
+            id = studio.library.undo(token)
         except StudioError as error:
             warn(str(error))
         else:
-            notice(f"{gone} is back")
+            notice(f"{gone} is back{', and in use again' if was_used and put_back(id) else ''}")
         return *listed(search, chosen, rest), rest
 
     undo.pick(handled(on_undo), [search, chosen, deleted], [*listing, deleted], show_progress="hidden", **private)
 
-    def on_import(path: str | None, search: str, deleted: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def on_import(path: str | None, search: str, deleted: list[Deleted]) -> tuple[Any, ...]:
         if not path:
             return tuple(gr.skip() for _ in listing)
         id = studio.library.import_file(path, Path(path).name)
@@ -202,13 +217,13 @@ def build_library(studio: Studio) -> LibraryTab:
             raise StudioError("no concept is chosen; choose a card")
         return chosen
 
-    def on_use(search: str, chosen: str | None, deleted: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def on_use(search: str, chosen: str | None, deleted: list[Deleted]) -> tuple[Any, ...]:
         went = put(chosen_one(chosen)) or gr.skip()
         return *listed(search, chosen, deleted), went
 
     use.click(handled(on_use), [search, chosen, deleted], [*listing, used], show_progress="hidden", **private)
 
-    def on_delete(search: str, chosen: str | None, deleted: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def on_delete(search: str, chosen: str | None, deleted: list[Deleted]) -> tuple[Any, ...]:
         deleted = put_in_trash(chosen_one(chosen), deleted)
         return *listed(search, None, deleted), deleted
 
@@ -217,7 +232,7 @@ def build_library(studio: Studio) -> LibraryTab:
     def changing(change: Callable[..., str]) -> Callable[..., tuple[Any, ...]]:
         """A handler that changes the chosen concept and says so: `change(id, *texts) -> what was done`."""
 
-        def on_change(search: str, chosen: str | None, deleted: list[tuple[str, str]], *texts: str) -> tuple[Any, ...]:
+        def on_change(search: str, chosen: str | None, deleted: list[Deleted], *texts: str) -> tuple[Any, ...]:
             notice(change(chosen_one(chosen), *texts))
             return listed(search, chosen, deleted)
 
@@ -225,16 +240,26 @@ def build_library(studio: Studio) -> LibraryTab:
         return handled(on_change)
 
     def on_rename(id: str, text: str) -> str:
-        return f"its name is {studio.library.rename(id, text or '')} now"
+        got, wanted = studio.library.rename(id, text or ""), " ".join((text or "").split())
+        taken = got != wanted and any(card.name.casefold() == wanted.casefold() for card in studio.library.cards() if card.id != id)
+        return f"its name is {got} now" + (f"; another concept is called {wanted} already" if taken else "")
+
+    def tell_against(lines: Sequence[str]) -> None:
+        for line in lines[:MOST_WARNINGS]:
+            warn(line)
 
     def on_add(id: str, text: str) -> str:
         tell_turn(studio.engine)
+        against = studio.registrar.check_alias(id, text)
         studio.engine.run(lambda adapter: studio.library.add_alias(id, text or "", adapter))
+        tell_against(against)
         return f"{text.strip()} is another spelling now; it reads the trigger's rows"
 
     def on_respell(id: str, before: str | None, text: str) -> str:
         tell_turn(studio.engine)
+        against = studio.registrar.check_alias(id, text)
         studio.engine.run(lambda adapter: studio.library.rename_alias(id, before or "", text or "", adapter))
+        tell_against(against)
         return f"{before} is spelled {text.strip()} now"
 
     def on_remove(id: str, before: str | None) -> str:
@@ -249,7 +274,7 @@ def build_library(studio: Studio) -> LibraryTab:
     change.click(changing(on_respell), [*state, old, alias], listing, **options)
     remove.click(changing(on_remove), [*state, old], listing, **options)
 
-    def refresh(search: str, chosen: str | None, deleted: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def refresh(search: str, chosen: str | None, deleted: list[Deleted]) -> tuple[Any, ...]:
         there = chosen is not None and any(card.id == chosen and card.error is None for card in studio.library.cards())
         return listed(search, chosen if there else None, deleted)
 

@@ -3,7 +3,8 @@
 What a tab module gives, `build_X(studio) -> XTab`, called inside its gr.Tab:
 
 - every XTab has `refresh() -> (fn, outputs)`, or `(fn, outputs, inputs)`: fn reads all from the server (and the inputs, where it has
-  some); it runs when the page is loaded, whenever the tab is opened, and when the library has changed.
+  some); it runs when the page is loaded, whenever the tab is opened, and when the library has changed. One may have
+  `follow() -> (fn, outputs, inputs)`, which runs after it: what follows from texts that are being typed.
 - RegisterTab: `trigger`, `aliases`, `class_word` (text boxes) and `teach` (a button).
 - TeachTab: `trigger`, `aliases`, `class_word` (text boxes that are filled from elsewhere), `used` and `seen` (gr.States: change when a
   concept was put on the shelf, which opens Create, and when one is to be shown, which opens Library).
@@ -37,7 +38,12 @@ TABS: dict[str, tuple[str, Callable[[Studio], Any]]] = {
 POLL_SECONDS = 2.0
 
 # The page listens from here on; tests wait for it.
-READY = "() => { document.body.dataset.ready = 'true'; }"
+READY = """() => {
+  document.getElementById(`tab-${location.hash.slice(1).replace(/\\W/g, '')}-button`)?.click();
+  document.body.dataset.ready = 'true';
+}"""
+# A reload comes back to the tab that was open; no entry of the history, which "back" would have to pass.
+KEPT = "() => { history.replaceState(history.state, '', '#%s'); }"
 
 
 def _header(studio: Studio) -> str:
@@ -54,7 +60,9 @@ def build_page(studio: Studio) -> gr.Blocks:
         build_api(studio)  # first: an event of the page with the same name would take it
         gr.HTML(_header(studio), elem_id="header")
         # Outside of the tabs: what is in a tab that was never opened neither ticks nor changes.
-        version = gr.Textbox(label="state of the library", visible="hidden", elem_id="library-version")
+        # A page begins with the version of now: what it is loaded with needs no second look when the timer first ticks, which would fall
+        # into what is typed by then.
+        version = gr.Textbox(str(studio.library.version), label="state of the library", visible="hidden", elem_id="library-version")
         timer = gr.Timer(POLL_SECONDS)
         timer.tick(lambda: str(studio.library.version), None, version, **{**quick, "trigger_mode": "once"})
         built: dict[str, Any] = {}
@@ -66,8 +74,17 @@ def build_page(studio: Studio) -> gr.Blocks:
         for name, tab in built.items():
             fn, outputs, *inputs = tab.refresh()
             # the last: a job has finished, or another window has changed something
-            for occasion in (page.load, opened[name].select, version.change):
+            occasions = page.load, opened[name].select, version.change
+            for occasion in occasions:
                 occasion(handled(fn), inputs[0] if inputs else None, outputs, **queued)
+            if hasattr(tab, "follow"):
+                # One event for all that it follows from: answers of two overtake each other, and a late one takes back what was typed.
+                follow, following, texts = tab.follow()
+                typing = [text.change for text in texts if isinstance(text, gr.Textbox)]
+                gr.on([*typing, *occasions], handled(follow), texts, following, **quick)
+            opened[name].select(None, None, None, js=KEPT % name, **private)
+        # Boxes of a tab that was never opened do not tell that they were filled.
+        opened["teach"].select(handled(built["teach"].filled), list(built["teach"].texts), None, **quick)
         _wire(studio, tabs, built["register"], built["teach"], built["library"])
         page.load(None, None, None, js=READY, **private)
     return page

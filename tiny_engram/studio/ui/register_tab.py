@@ -7,8 +7,10 @@ from typing import Any
 import gradio as gr
 
 from tiny_engram.studio import html
+from tiny_engram.studio.class_words import class_word_hint
 from tiny_engram.studio.errors import StudioError
 from tiny_engram.studio.html_parts import button, empty, escape, wrap
+from tiny_engram.studio.html_parts import notice as notice_html
 from tiny_engram.studio.studio import Studio
 from tiny_engram.studio.ui.explain_panel import build_explain
 from tiny_engram.studio.ui.handling import aliases_of, handled, notice, private, quick
@@ -77,6 +79,7 @@ def build_register(studio: Studio) -> RegisterTab:
                 elem_id="register-class-word",
                 max_lines=1,
             )
+            hint = gr.HTML("", elem_id="register-class-hint")
             with gr.Row(elem_classes="te-actions"):
                 teach = gr.Button("Teach it", variant="primary", elem_id="register-teach", interactive=False)
                 save = gr.Button("Save as draft", elem_id="register-save", interactive=False)
@@ -88,7 +91,7 @@ def build_register(studio: Studio) -> RegisterTab:
             deleted = gr.State(None)
             undo = gr.Button("Undo delete", size="sm", visible=False, elem_id="register-undo")
     with gr.Accordion("Try it in a prompt", open=False, elem_id="register-explain"):
-        build_explain(studio, "register")
+        explain, explained, explanation = build_explain(studio, "register", typed=[trigger, aliases])
 
     fields = [trigger, aliases, class_word]
     judged = [shown, teach, save]
@@ -99,10 +102,23 @@ def build_register(studio: Studio) -> RegisterTab:
         report = studio.registrar.report(typed, aliases_of(spellings), own=own)
         return html.report(report), gr.Button(interactive=report.ready), gr.Button(interactive=report.ready)
 
+    def on_typing(typed: str, spellings: str, *tried: str) -> tuple[Any, ...]:
+        """All that a letter changes in one answer; `tried` are the prompts of the panel below."""
+        # an empty panel has nothing to change, and a late answer must not empty it again
+        told = explain(*tried, typed, spellings) if any((text or "").strip() for text in tried) else [gr.skip() for _ in explanation]
+        return *judge(typed, spellings), *told
+
+    def on_class_word(word: str) -> str:
+        said = class_word_hint(word, studio.engine.book)
+        return wrap(notice_html("warning", said)) if said else ""
+
     def saved(typed: str, spellings: str, word: str) -> str:
         report = studio.registrar.report(typed or "", aliases_of(spellings))
         if report.problem is not None:
             raise StudioError(report.problem)
+        kept = (report.trigger, report.aliases, " ".join((word or "").split()) or None)
+        if any((draft.trigger, draft.aliases, draft.class_word) == kept for draft in studio.library.drafts()):
+            return draft_list(studio)  # pressed twice
         studio.library.save_draft(typed or "", aliases_of(spellings), word)
         notice(f"{report.trigger} is a draft now; teach it when you have pictures", title="Saved")
         return draft_list(studio)
@@ -124,16 +140,19 @@ def build_register(studio: Studio) -> RegisterTab:
         return draft_list(studio), None, gr.Button(visible=False)
 
     # One answer is on its way at a time, and the last text typed is always answered: that is the debouncing.
-    gr.on([trigger.change, aliases.change], handled(judge), [trigger, aliases], judged, **quick)
+    tried = [box for box in explained if box not in (trigger, aliases)]
+    gr.on([trigger.change, aliases.change], handled(on_typing), [trigger, aliases, *tried], [*judged, *explanation], **quick)
+    class_word.change(handled(on_class_word), class_word, hint, **quick)
     # Through the queue, since notices come to the page by it alone.
     quiet: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, **private}
     suggest.click(handled(studio.registrar.suggest), None, trigger, **quiet)
-    save.click(handled(saved), fields, drafts, **quiet)
+    save.click(handled(saved), fields, drafts, trigger_mode="once", **quiet)
     drafts.pick(handled(picked), None, [*fields, drafts, deleted, undo], **quiet)
     undo.click(handled(undone), deleted, [drafts, deleted, undo], **quiet)
 
     def refreshed(typed: str, spellings: str) -> tuple[Any, ...]:
-        # also what was typed before the page was ready to ask, or before something else was saved
-        return draft_list(studio), *judge(typed, spellings)
+        # also what was typed before the page was ready to ask, or before something else was saved; of an empty box there is nothing to
+        # say, and it may be the box as it was before somebody typed
+        return draft_list(studio), *(judge(typed, spellings) if (typed or "").strip() else [gr.skip() for _ in judged])
 
     return RegisterTab(trigger, aliases, class_word, teach, lambda: (refreshed, [drafts, *judged], [trigger, aliases]))

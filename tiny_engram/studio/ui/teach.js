@@ -33,7 +33,7 @@ function ask(text, yes, then) {
   keep.addEventListener('click', () => dialog.close());
   put(row, 'button', yes, 'te-button tt-danger').addEventListener('click', () => { dialog.close(); then(); });
   dialog.showModal();
-  keep.focus();
+  keep.focus({focusVisible: true});  // seen to be there, also after a click
 }
 
 function zoom(image, text) {

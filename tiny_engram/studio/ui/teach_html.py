@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tiny_engram.studio.html import token_chips
-from tiny_engram.studio.html_parts import badge, clock, empty, escape, loss_plot, notice, picture, plural, wrap
+from tiny_engram.studio.html_parts import badge, clock, empty, encoder, escape, last_loss, loss_plot, notice, picture, plural, wrap
 from tiny_engram.studio.job_folder import Job, JobState, Progress
 from tiny_engram.studio.presets import time_in_words
-from tiny_engram.studio.registering import Report
+from tiny_engram.studio.registering import Collision, Report
 from tiny_engram.studio.ui.teach_pictures import crop_box
 from tiny_engram.studio.ui.teach_tray import TrayPicture, filled
 from tiny_engram.training.data import DEFAULT_TEMPLATES
 
-__all__ = ["Shown", "job_html", "jobs_html", "live_html", "report_html", "samples_html", "tray_html"]
+__all__ = ["Shown", "job_html", "jobs_html", "live_html", "report_html", "samples_html", "tray_html", "twin_words"]
 
 # A job's state in a word, and its mood.
 STATES = {
@@ -76,8 +76,8 @@ def _picture(shown: Shown, number: int, trigger: str, side: int) -> str:
     frame = f"left:{left:.2f}%;top:{top:.2f}%;width:{width:.2f}%;height:{height:.2f}%"
     hint = DOT.join(filled(text, trigger or "...") for text in DEFAULT_TEMPLATES[:3])
     notes = []
-    lost = 1 - min(p.width, p.height) / max(p.width, p.height)
-    notes += [f"{100 * lost:.0f}% of it is cut off"] if lost > 0.3 else []
+    lost = 1 - min(p.size) / max(p.size)
+    notes += [f"{'more than 99' if lost > 0.99 else f'{100 * lost:.0f}'}% of it is cut off"] if lost > 0.3 else []
     notes += [f"smaller than {side} pixels, so it is enlarged"] if min(p.width, p.height) < side else []
     notes += [] if shown.whole else ["it can no longer be read; take it out"]
     note = f'<p class="te-soft tt-note">{escape("; ".join(notes))}</p>' if notes else ""
@@ -89,7 +89,7 @@ def _picture(shown: Shown, number: int, trigger: str, side: int) -> str:
         f'<div class="tt-frame">{picture(shown.whole, p.name)}{cut}</div></div>'
         f'<figure class="tt-seen">{picture(shown.crop, f"{p.name} as teaching sees it")}<figcaption>as seen</figcaption></figure></div>'
         f'<div class="tt-name"><span title="{escape(p.name)}">{escape(p.name)}</span>'
-        f'<span class="te-soft">{p.width} x {p.height}</span></div>{note}'
+        f'<span class="te-soft">{p.size[0]} x {p.size[1]}</span></div>{note}'
         f'<label class="te-soft" for="caption-{p.id}">Caption of picture {number}</label>'
         f'<textarea id="caption-{p.id}" rows="2" maxlength="1000" data-id="{p.id}" data-caption="{escape(p.caption)}" '
         f'placeholder="{escape(hint)}" spellcheck="false"></textarea>'
@@ -101,21 +101,31 @@ def _picture(shown: Shown, number: int, trigger: str, side: int) -> str:
 # -- the trigger ------------------------------------------------------------------------------------------------------------------
 
 
-def report_html(report: Report, draft_id: str | None = None) -> str:
-    """What Register says, in short: tokens at each encoder, and what is in the way. The draft `draft_id` is the trigger's own."""
+def report_html(report: Report, draft_id: str | None = None, hint: str = "") -> str:
+    """What Register says, in short: tokens at each encoder, and what is in the way. The draft `draft_id` is the trigger's own; `hint` is
+    on the class word."""
+    more = notice("warning", hint) if hint else ""
     if report.problem:
-        return wrap(notice("error", report.problem))
+        return wrap(notice("error", report.problem), more)
     if not report.roles:
-        return wrap('<p class="te-soft">The word that calls the thing. A made-up one works best; Register suggests some.</p>')
+        return wrap(more, '<p class="te-soft">The word that calls the thing. A made-up one works best; Register suggests some.</p>')
     rows = []
     for role in report.roles:
         for text, chips in role.spellings[:MOST_SPELLINGS]:
             tokens = token_chips([(chip.text, chip.id) for chip in chips], label=f"tokens of {text} at {role.role}")
-            rows.append(f'<div class="te-spelling"><span class="te-soft">{escape(role.role)}{DOT}{escape(text)}</span>{tokens}</div>')
-    words = [f"{'draft' if c.draft else 'concept'} {c.name} {c.reason}" for c in report.collisions if c.id != draft_id]
+            said = escape(f"{encoder(role.role)}{DOT}{text}")
+            rows.append(f'<div class="te-spelling"><span class="te-soft">{said}</span>{tokens}</div>')
+    twins = [c for c in report.collisions if c.blocks and not c.draft]
+    words = [twin_words(c) for c in twins]
+    words += [f"{'draft' if c.draft else 'concept'} {c.name} {c.reason}" for c in report.collisions if c not in twins and c.id != draft_id]
     words += report.warnings
-    lines = "".join(notice("warning", text) for text in words[:MOST_LINES])
+    lines = more + "".join(notice("warning", text) for text in words[:MOST_LINES])
     return wrap(f'<div class="tt-report">{"".join(rows)}{lines or notice("good", "Nothing is in its way.")}</div>')
+
+
+def twin_words(twin: Collision) -> str:
+    """What it means that a concept of the library has the trigger already."""
+    return f"the concept {twin.name!r} {twin.reason}; a second one can be taught, but only one of the two can be in use"
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------------------
@@ -129,7 +139,7 @@ def live_html(job: Job | None, state: JobState | None, progress: Sequence[Progre
     name = _name(job)
     about = _about(job)
     return wrap(
-        f'<article class="tt-job tt-live" aria-label="{escape(name)}">{_head(name, state)}{about}{_bar(name, state)}{_facts(state)}'
+        f'<article class="tt-job tt-live" aria-label="{escape(name)}">{_head(name, state)}{about}{_bar(name, state)}{_facts(state, losses)}'
         f'<div class="te-tools">{_actions(name, state, False)}</div>{loss_plot(losses, state.steps)}</article>'
     )
 
@@ -148,7 +158,7 @@ def job_html(job: Job | None, state: JobState, progress: Sequence[Progress], sam
     more = f'<details id="job-{escape(state.id)}"><summary>Loss and samples</summary>{plot}</details>' if plot else ""
     bar = _bar(name, state) if state.step and state.state != "done" else ""
     return (
-        f'<article class="tt-job" aria-label="{escape(name)}">{_head(name, state)}{_about(job)}{bar}{_facts(state)}'
+        f'<article class="tt-job" aria-label="{escape(name)}">{_head(name, state)}{_about(job)}{bar}{_facts(state, losses)}'
         f'<div class="te-tools">{_actions(name, state, in_library)}</div>{more}</article>'
     )
 
@@ -190,14 +200,14 @@ def _bar(name: str, state: JobState) -> str:
     return f'<progress max="{most}" value="{min(max(state.step, 0), most)}" aria-label="{label}"></progress>'
 
 
-def _facts(state: JobState) -> str:
+def _facts(state: JobState, losses: Sequence[tuple[int, float]]) -> str:
     told = [] if state.state == "queued" and not state.step else [f"step {state.step:,} of {state.steps:,}"]
     if state.state == "queued":
         told.append("next in the queue" if state.place == 1 else f"number {state.place} in the queue")
     if state.busy and state.seconds_left is not None:
         told.append(f"about {clock(state.seconds_left)} left")
-    if state.loss is not None:
-        told.append(f"loss {state.loss:.4g}")
+    if (loss := last_loss(losses)) is not None:
+        told.append(f"loss {loss:.4g}")
     if state.seconds >= 1 and not state.busy:
         told.append(f"{time_in_words(state.seconds)} of teaching")
     line = f'<p class="te-soft tt-facts">{escape(DOT.join(told))}</p>' if told else ""

@@ -3,6 +3,7 @@
 All that is typed or dropped is in the tray on disk (`teach_tray`), all that runs in jobs/ (`teach_jobs`): a page that is loaded shows it.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +13,20 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from tiny_engram.studio.errors import StudioError
+from tiny_engram.studio.class_words import class_word_hint
+from tiny_engram.studio.errors import MOST_FILE, StudioError
 from tiny_engram.studio.html import pictures_refused
 from tiny_engram.studio.html_parts import escape, wrap
-from tiny_engram.studio.html_parts import notice as notice_html
 from tiny_engram.studio.job_folder import BUSY
 from tiny_engram.studio.library import Draft
+from tiny_engram.studio.presets import check_fields, fields_of
 from tiny_engram.studio.studio import Studio
 from tiny_engram.studio.ui.handling import aliases_of, handled, notice, queued, quick
-from tiny_engram.studio.ui.teach_form import build_fields, estimated, options_of, preset_choices, values_of
-from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html
+from tiny_engram.studio.ui.teach_form import build_fields, emptied, estimated, in_words, options_of, preset_choices, values_of
+from tiny_engram.studio.ui.teach_html import Shown, report_html, tray_html, twin_words
 from tiny_engram.studio.ui.teach_jobs import JobsPanel, build_jobs, script
 from tiny_engram.studio.ui.teach_pictures import crop_uri, whole_uri
-from tiny_engram.studio.ui.teach_tray import Tray
+from tiny_engram.studio.ui.teach_tray import Form, Tray
 
 __all__ = ["TeachTab", "build_teach"]
 
@@ -41,13 +43,16 @@ class TeachTab:
 
     trigger, aliases, class_word: text boxes; whoever fills them needs to do no more. jobs: its panel, with `finished` (changes when a
     concept came into the library), `used` and `seen` ((concept id, when): one was put on the shelf, one is to be shown in the Library).
+    filled: keeps what another tab typed into the boxes.
     """
 
     trigger: gr.Textbox
     aliases: gr.Textbox
     class_word: gr.Textbox
     jobs: JobsPanel
-    shown: tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]
+    filled: Callable[..., None]
+    shown: tuple[Callable[..., tuple[Any, ...]], list[Any]]
+    typed: tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]
 
     @property
     def finished(self) -> gr.Textbox:
@@ -61,9 +66,17 @@ class TeachTab:
     def seen(self) -> gr.State:
         return self.jobs.seen
 
-    def refresh(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]:
-        """(fn, outputs, inputs): all but the text boxes as the server has it; these are filled when the page is loaded."""
+    def refresh(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
+        """(fn, outputs): all but the text boxes, and what follows from them, as the server has it."""
         return self.shown
+
+    @property
+    def texts(self) -> tuple[gr.Textbox, gr.Textbox, gr.Textbox]:
+        return self.trigger, self.aliases, self.class_word
+
+    def follow(self) -> tuple[Callable[..., tuple[Any, ...]], list[Any], list[Any]]:
+        """(fn, outputs, inputs): what follows from the text boxes, which are the first of the inputs."""
+        return self.typed
 
 
 class _Teach:
@@ -82,15 +95,15 @@ class _Teach:
         wanted = " ".join(trigger.split()).casefold()
         return next((draft for draft in self.studio.library.drafts() if draft.trigger.casefold() == wanted), None)
 
-    def report(self) -> str:
-        form = self.tray.form
+    def report(self, form: Form) -> str:
         draft = self.draft(form.trigger)
         own = None if draft is None else draft.id
-        return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own)
+        hint = class_word_hint(form.class_word, self.studio.engine.book)
+        return report_html(self.studio.registrar.report(form.trigger, aliases_of(form.aliases), own=own), own, hint)
 
-    def pictures(self) -> dict[str, Any]:
-        """The tray's value; teach.js fills the trigger in."""
-        form = self.tray.form
+    def pictures(self, form: Form | None = None) -> dict[str, Any]:
+        """The tray's value, with these texts or those that were kept; teach.js fills the trigger in."""
+        form = form or self.tray.form
         trigger = " ".join(form.trigger.split())
         shown = []
         for each in self.tray.pictures:
@@ -112,15 +125,22 @@ class _Teach:
 
     # -- what is done --------------------------------------------------------------------------------------------------------
 
-    def typed(self, field: str, text: str | None) -> tuple[Any, Any]:
+    def typed(self, field: str, text: str | None) -> None:
         """One text box alone: a page that is loaded fills the boxes one by one, and must not write down those that are still empty."""
-        before = self.tray.form
-        try:
-            form = self.tray.keep(**{field: text or ""})
-        except StudioError as error:  # while typing, a message in the corner at each letter would be no help
-            return wrap(notice_html("error", str(error))), gr.skip()
-        same = (before.trigger, before.aliases) == (form.trigger, form.aliases)
-        return self.report(), gr.skip() if same or not self.tray.pictures else self.pictures()
+        with contextlib.suppress(StudioError):  # what is too long is told by the report
+            self.tray.keep(**{field: text or ""})
+
+    def filled(self, trigger: str, aliases: str, class_word: str) -> None:
+        """All boxes of a tab that opens: another tab may have filled them. Empty ones are of a page that was not filled yet."""
+        for field, text in (("trigger", trigger), ("aliases", aliases), ("class_word", class_word)):
+            if text:
+                self.typed(field, text)
+
+    def follow(self, trigger: str, aliases: str, class_word: str, seen: Any) -> tuple[Any, Any, Any]:
+        """What the texts of the page mean, and the tray with them, where the page has `seen` another; what it has seen then."""
+        texts = Form(trigger=trigger or "", aliases=aliases or "", class_word=class_word or "")
+        now = (texts.trigger, texts.aliases, self.tray.pictures)
+        return self.report(texts), gr.skip() if now == seen else self.pictures(texts), now
 
     def chosen(self, id: str | None) -> tuple[Any, Any, Any]:
         """A draft fills the text boxes, whose change does the rest."""
@@ -159,7 +179,8 @@ class _Teach:
 
     def setting(self, preset: str, *values: Any) -> str:
         self.tray.keep(preset=preset, options=options_of(preset, values, self.tray.form.trigger))
-        return self.time()
+        said = emptied(values)
+        return wrap(f'<p class="te-soft">{escape(said)}</p>') if said else self.time()
 
     def restored(self) -> tuple[Any, ...]:
         form = self.tray.form
@@ -172,18 +193,26 @@ class _Teach:
             raise StudioError("there is no trigger; type the word that shall call the thing")
         if not self.tray.pictures:
             raise StudioError("there are no pictures; drop at least one")
+        if said := emptied(values):
+            raise StudioError(said)
         options = options_of(preset, values, trigger)
         self.tray.keep(trigger=trigger, aliases=aliases or "", class_word=class_word or "", preset=preset, options=options)
-        problem = self.studio.registrar.report(trigger, aliases_of(aliases)).problem
-        if problem:
-            raise StudioError(problem)
+        report = self.studio.registrar.report(trigger, aliases_of(aliases))
+        if report.problem:
+            raise StudioError(report.problem)
         for state in self.studio.runner.states():
             if state.state in ("queued", *BUSY) and self.studio.jobs.job(state.id).trigger.casefold() == trigger.casefold():
                 raise StudioError(f"{trigger!r} is being taught already; cancel that job first, or choose another trigger")
+        try:
+            check_fields(fields_of(preset) | options)
+        except StudioError as error:
+            raise StudioError(in_words(error)) from error
         self.studio.runner.submit(
             self.tray.taught(), trigger, aliases=aliases_of(aliases), class_word=class_word, preset=preset, options=options
         )
-        notice(f"{trigger} is in the queue. You may close this page.", title="Started")
+        twin = next((each for each in report.collisions if each.blocks and not each.draft), None)
+        told = "" if twin is None else f" Note that {twin_words(twin)}."
+        notice(f"{trigger} is in the queue. You may close this page.{told}", title="Started")
 
 
 def build_teach(studio: Studio) -> TeachTab:
@@ -214,7 +243,9 @@ def build_teach(studio: Studio) -> TeachTab:
                 )
             report = gr.HTML(report_html(studio.registrar.report("")), elem_id="teach-report", apply_default_css=False)
             gr.HTML(wrap("<h3>Pictures of it</h3>"))
-            files = gr.File(label="Drop pictures here, or choose them", file_count="multiple", height=150, elem_id="teach-files")
+            most = f"at most {MOST_FILE // 2**20} MiB each, {teach.tray.limits.files} in all"
+            gr.HTML(wrap(f'<p class="te-soft">PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or PPM; {most}.</p>'))
+            files = gr.File(label="Pictures", show_label=False, file_count="multiple", height=150, elem_id="teach-files")
             refused = gr.HTML("", elem_id="teach-refused", apply_default_css=False)
             tray = gr.HTML(
                 {"html": "", "trigger": "", "spellings": []},
@@ -232,10 +263,11 @@ def build_teach(studio: Studio) -> TeachTab:
         with gr.Column(scale=2, min_width=320, elem_id="teach-side"):
             jobs = build_jobs(studio)
     told = gr.State(None)  # ids of the finished jobs that this page has told of
+    seen = gr.State(None)  # texts and pictures that the tray of this page shows
 
     texts = [trigger, aliases, class_word]
     for field, box in (("trigger", trigger), ("aliases", aliases), ("class_word", class_word)):
-        box.change(handled(partial(teach.typed, field)), box, [report, tray], **quick)
+        box.change(handled(partial(teach.typed, field)), box, None, **quick)
     draft.input(handled(teach.chosen), draft, texts, **quick)
     files.upload(handled(teach.dropped), files, [files, refused, tray, preset, time], show_progress_on=files, **_PRIVATE)
     tray.typed(handled(teach.captioned), None, None, **queued)
@@ -265,20 +297,25 @@ def build_teach(studio: Studio) -> TeachTab:
         done = (finished or "").split()[1:]
         for id in set(done) - set(done if before is None else before):
             notice(f"{studio.jobs.job(id).name} is taught, and in the library.", title="Taught")
-        return done, teach.report(), teach.presets(), teach.time()
+        return done, teach.presets(), teach.time()
 
     # through the queue, since only there notices reach the page
-    jobs.finished.change(handled(taught), [jobs.finished, told], [told, report, preset, time], show_progress="hidden", **_PRIVATE)
+    jobs.finished.change(handled(taught), [jobs.finished, told], [told, preset, time], show_progress="hidden", **_PRIVATE)
 
     # Only when a page is loaded: elsewhere what is being typed is newer than what is on disk.
     page = Context.root_block
     if page is not None:
         page.load(handled(teach.restored), None, [*texts, preset, *fields], **quick)
 
-    def shown(trigger: str, aliases: str, class_word: str) -> tuple[Any, ...]:
-        # A tab that opens because another one filled the boxes is newer than the disk; one that is loaded has empty boxes, and is older.
-        if trigger or aliases or class_word:
-            teach.tray.keep(trigger=trigger or "", aliases=aliases or "", class_word=class_word or "")
-        return teach.drafts(), teach.report(), teach.pictures(), teach.presets(), teach.time(), *jobs.look(None)
+    def shown() -> tuple[Any, ...]:
+        return teach.drafts(), teach.presets(), teach.time(), *jobs.look(None)
 
-    return TeachTab(trigger, aliases, class_word, jobs, (shown, [draft, report, tray, preset, time, *jobs.outputs], texts))
+    return TeachTab(
+        trigger,
+        aliases,
+        class_word,
+        jobs,
+        teach.filled,
+        (shown, [draft, preset, time, *jobs.outputs]),
+        (teach.follow, [report, tray, seen], [*texts, seen]),
+    )

@@ -31,13 +31,21 @@ MOST_TYPED = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrayPicture:
-    """One picture: its id, the user's name for it (not escaped), its caption with {trigger} in it ("": the built-in ones), its size."""
+    """One picture: its id, the user's name for it (not escaped), its caption with {trigger} in it ("": the built-in ones), its size as
+    kept, and as it was sent (0: not known)."""
 
     id: str
     name: str
     caption: str
     width: int
     height: int
+    sent_width: int = 0
+    sent_height: int = 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The size that its owner knows."""
+        return (self.sent_width, self.sent_height) if self.sent_width and self.sent_height else (self.width, self.height)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +118,10 @@ class Tray:
         with self._lock:
             room = max(0, self.limits.files - len(self._pictures))
             taken = take_pictures(files, self.folder, dataclasses.replace(self.limits, files=room))
-            made = [TrayPicture(id=p.id, name=p.name, caption="", width=p.width, height=p.height) for p in taken.pictures]
+            made = [
+                TrayPicture(id=p.id, name=p.name, caption="", width=p.width, height=p.height, sent_width=p.sent[0], sent_height=p.sent[1])
+                for p in taken.pictures
+            ]
             # the bound of one call, room, is not the one that a person knows
             ours, theirs = f"more than {room} pictures", f"more than {self.limits.files} pictures"
             told = tuple((name, why.replace(ours, theirs)) for name, why in taken.refused)
@@ -202,7 +213,9 @@ class Tray:
             id = check_id("picture", told["id"])
             with Image.open(self.folder / f"{id}.png", formats=["PNG"]) as opened:
                 width, height = opened.size
-            return TrayPicture(id=id, name=str(told["name"]), caption=str(told["caption"]), width=width, height=height)
+            name, caption, sent = str(told["name"]), str(told["caption"]), (told.get("sent_width"), told.get("sent_height"))
+            sent = tuple(side if isinstance(side, int) and side > 0 else 0 for side in sent)
+            return TrayPicture(id=id, name=name, caption=caption, width=width, height=height, sent_width=sent[0], sent_height=sent[1])
         except (StudioError, OSError, KeyError, TypeError, ValueError, SyntaxError):
             return None
 
