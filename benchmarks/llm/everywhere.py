@@ -87,6 +87,8 @@ class OneRow(LearnedRows):
 class HotRows(LearnedRows):
     """Hashed rows, and rows of their own for the trigrams that are most frequent, in the columns of trigrams."""
 
+    hot: torch.Tensor
+
     def __init__(self, rows: int, hot: torch.Tensor, vocab: int) -> None:
         """hot: int64 ``[K]`` sorted, trigrams as one number."""
         super().__init__(rows + len(hot) * (COLUMNS // 2), HEAD_DIM)
@@ -151,7 +153,8 @@ def build(plan: Plan, data: Data, device: torch.device) -> tuple[LlamaForCausalL
         eos_token_id=0,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config).to(device)
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(device)
     if plan.kind == "plain":
         return model, None
     rows = plan.rows
@@ -163,7 +166,7 @@ def build(plan: Plan, data: Data, device: torch.device) -> tuple[LlamaForCausalL
     engram = EngramLayers.attach(model, asked, data.tokenizer)
     data.count(engram.tokenizer.canonical.to(device), engram.tokenizer.size)
     for layer in MOUNTS:
-        mounted = engram.engrams[str(layer)]
+        mounted: Any = engram.engrams[str(layer)]
         learned: LearnedRows | None = None
         if plan.kind == "size-1":
             learned = OneRow(COLUMNS, HEAD_DIM)
@@ -209,7 +212,7 @@ def evaluate(model: LlamaForCausalLM, engram: EngramLayers | None, data: Data, c
         read = engram.at
 
         def at(layer: int, hidden: torch.Tensor, call: Any, prepared: Any) -> torch.Tensor:
-            mounted = engram.engrams[str(layer)]
+            mounted: Any = engram.engrams[str(layer)]
             key, _ = mounted._projected(hidden.unsqueeze(2), mounted.rows(prepared[layer]))
             ones = torch.ones_like(hidden, dtype=torch.float32)
             arguments = (hidden.unsqueeze(2).float(), key.float(), ones, mounted.q_weight, mounted.k_weight)
