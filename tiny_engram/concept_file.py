@@ -66,15 +66,18 @@ def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
         ) from error
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
-    """Tensors, our JSON, thumbnail. Raises ConceptFileError for whatever is not a sound concept file of a known version."""
+def read(path: Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
+    """Tensors, our JSON, thumbnail; `what` is what the file should hold, for errors.
+
+    Raises ConceptFileError for whatever is not a sound file of ours of a known version.
+    """
     try:
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist" if not path.exists() else "is no regular file"
-            raise ConceptFileError(f"{path}: {what}, expected a concept file (.safetensors)")
+            found = "is a folder" if path.is_dir() else "does not exist" if not path.exists() else "is no regular file"
+            raise ConceptFileError(f"{path}: {found}, expected a {what} file (.safetensors)")
         size = path.stat().st_size
         if size > MAX_FILE:
-            raise ConceptFileError(f"{path}: {size} bytes, expected at most {MAX_FILE}; this is no concept file")
+            raise ConceptFileError(f"{path}: {size} bytes, expected at most {MAX_FILE}; this is no {what} file")
         blob = path.read_bytes()
     except OSError as error:
         raise ConceptFileError(f"{path}: cannot read the file ({error.strerror or error})") from error
@@ -83,16 +86,16 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | Non
         raise ConceptFileError(f"{path}: its data is not what was saved ({DIGEST} differs); copy or download it again")
     if KEY not in metadata:
         raise ConceptFileError(
-            f"{path}: no {KEY!r} in its metadata, expected a concept saved by tiny-engram (is this a LoRA or another model?)"
+            f"{path}: no {KEY!r} in its metadata, expected a {what} file saved by tiny-engram (is this a LoRA or another model?)"
         )
     try:
         described = json.loads(metadata[KEY])
     except (ValueError, RecursionError) as error:
-        raise ConceptFileError(f"{path}: its description is no JSON; the file is damaged, save the concept again") from error
+        raise ConceptFileError(f"{path}: its description is no JSON; the file is damaged, save it again") from error
     version = described.get("format") if isinstance(described, dict) else None
     if version not in range(1, FORMAT_VERSION + 1):
         raise ConceptFileError(
-            f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save the concept again"
+            f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save it again"
         )
     try:
         tensors = load_bytes(blob)

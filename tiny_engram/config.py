@@ -19,27 +19,27 @@ PAPER_EPS = 1.1920928955078125e-07  # torch's default eps of RMSNorm in float32
 V41_EPS = 1e-20
 
 
-def _need_int(config: Any, low: int, *names: str) -> None:
+def need_int(config: Any, low: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{type(config).__name__}.{name} is {value!r}: expected an integer of {low} or more")
 
 
-def _need_positive(config: Any, *names: str) -> None:
+def need_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"{type(config).__name__}.{name} is {value!r}: expected a finite number above 0")
 
 
-def _need_blocks(config: Any) -> None:
-    _need_int(config, 1, "head_dim")
+def need_blocks(config: Any) -> None:
+    need_int(config, 1, "head_dim")
     if config.head_dim % BLOCK:
         raise ConfigError(f"{type(config).__name__}.head_dim is {config.head_dim}: expected a multiple of {BLOCK}, the values of one scale")
 
 
-class _Json:
+class JsonConfig:
     """``to_dict`` and a strict ``from_dict``; subclasses are dataclasses whose values are JSON types, tuples or configs."""
 
     __slots__ = ()
@@ -49,7 +49,7 @@ class _Json:
         out: dict[str, Any] = {}
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, field.name)
-            out[field.name] = value.to_dict() if isinstance(value, _Json) else list(value) if isinstance(value, tuple) else value
+            out[field.name] = value.to_dict() if isinstance(value, JsonConfig) else list(value) if isinstance(value, tuple) else value
         return out
 
     @classmethod
@@ -72,7 +72,7 @@ class _Json:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HashConfig(_Json):
+class HashConfig(JsonConfig):
     """Everything that the hash of one model (or one encoder's mounts) depends on.
 
     Args:
@@ -94,9 +94,9 @@ class HashConfig(_Json):
     layer_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _need_int(self, 2, "max_ngram", "vocab")
-        _need_int(self, 1, "heads", "compressed_vocab")
-        _need_int(self, 0, "seed", "pad_id")
+        need_int(self, 2, "max_ngram", "vocab")
+        need_int(self, 1, "heads", "compressed_vocab")
+        need_int(self, 0, "seed", "pad_id")
         if self.pad_id >= self.compressed_vocab:
             raise ConfigError(f"HashConfig.pad_id is {self.pad_id}: expected below compressed_vocab {self.compressed_vocab}")
         if isinstance(self.layer_ids, list):
@@ -115,7 +115,7 @@ class HashConfig(_Json):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerConfig(_Json):
+class LayerConfig(JsonConfig):
     """One Engram layer of a causal LM.
 
     Args:
@@ -143,15 +143,15 @@ class LayerConfig(_Json):
             object.__setattr__(self, "hash", HashConfig.from_dict(self.hash))
         if not isinstance(self.hash, HashConfig):
             raise ConfigError(f"LayerConfig.hash is {type(self.hash).__name__}: expected a HashConfig")
-        _need_int(self, 1, "hidden", "copies", "conv_kernel")
-        _need_blocks(self)
+        need_int(self, 1, "hidden", "copies", "conv_kernel")
+        need_blocks(self)
         if self.layer_id not in self.hash.layer_ids:
             raise ConfigError(f"LayerConfig.layer_id is {self.layer_id!r}: expected one of {list(self.hash.layer_ids)}")
         if self.form not in ("v41", "paper"):
             raise ConfigError(f"LayerConfig.form is {self.form!r}: expected 'v41' or 'paper'")
         if self.eps is None:
             object.__setattr__(self, "eps", V41_EPS if self.form == "v41" else PAPER_EPS)
-        _need_positive(self, "eps")
+        need_positive(self, "eps")
 
     @property
     def row_width(self) -> int:
@@ -160,7 +160,7 @@ class LayerConfig(_Json):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConceptConfig(_Json):
+class ConceptConfig(JsonConfig):
     """How concepts are addressed and added; every width-dependent number follows from the encoder.
 
     Args:
@@ -193,24 +193,24 @@ class ConceptConfig(_Json):
     feedforward_rank: int = 0
 
     def __post_init__(self) -> None:
-        _need_int(self, 2, "max_ngram", "vocab")
+        need_int(self, 2, "max_ngram", "vocab")
         if self.heads is not None:
-            _need_int(self, 1, "heads")
-        _need_blocks(self)
-        _need_positive(self, "rho")
-        _need_int(self, 0, "basis_seed")
+            need_int(self, 1, "heads")
+        need_blocks(self)
+        need_positive(self, "rho")
+        need_int(self, 0, "basis_seed")
         if isinstance(self.mounts, list):
             object.__setattr__(self, "mounts", tuple(self.mounts))
         if not isinstance(self.mounts, tuple) or not self.mounts or not all(isinstance(m, str) and m for m in self.mounts):
             raise ConfigError(f"ConceptConfig.mounts is {self.mounts!r}: expected one or more names such as 'span' or 'context'")
         if self.context_rho is not None:
-            _need_positive(self, "context_rho")
+            need_positive(self, "context_rho")
         if self.share not in SHARES:
             raise ConfigError(f"ConceptConfig.share is {self.share!r}: expected {' or '.join(map(repr, SHARES))}")
-        _need_int(self, 1, "bands")
+        need_int(self, 1, "bands")
         if self.bands > MOST_BANDS:
             raise ConfigError(f"ConceptConfig.bands is {self.bands}: expected 1 to {MOST_BANDS}")
-        _need_int(self, 0, "attention_rank", "feedforward_rank")
+        need_int(self, 0, "attention_rank", "feedforward_rank")
 
     def rho_at(self, mount: str) -> float:
         """Bound of the residual at one mount."""

@@ -97,30 +97,66 @@ class EngramLayer(nn.Module):
             history_blocked: bool ``[B, n - 1]``.
 
         Returns:
-            ``[B, T, copies, hidden]`` in x's dtype. The paper's convolution sees this block only: decode that form
-            with the last ``(conv_kernel - 1) * n`` tokens in the block.
+            ``[B, T, copies, hidden]`` in x's dtype. The paper's convolution sees this block only: who decodes keeps the
+            :meth:`gated_values` of the last :attr:`conv_reach` tokens, and gives them to :meth:`mixed`.
 
         Raises:
             ValueError: shapes that do not belong together.
         """
         config = self.config
-        assert config.eps is not None  # filled in by LayerConfig
-        dtype = self.q_weight.dtype
         if rows is None:
-            row_ids = self.row_ids(canonical, blocked=blocked, history=history, history_blocked=history_blocked)
-            # A table rounds to these types itself; other types, float64 say, are exact from float32.
-            asked = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
-            rows = self.table.lookup(row_ids, dtype=asked).flatten(-2)
+            rows = self.rows(self.row_ids(canonical, blocked=blocked, history=history, history_blocked=history_blocked))
+        if config.form == "v41":
+            assert config.eps is not None  # filled in by LayerConfig
+            key, value = self._projected(x, rows)
+            return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="v41", mask=blocked)
+        out = x + self.mixed(self.gated_values(x, rows, blocked=blocked))
+        # The convolution reaches blocked positions from earlier ones; they must not move at all.
+        return out if blocked is None else torch.where(blocked[..., None, None], x, out)
+
+    def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """The table's rows ``[B, T, row_width]`` of int64 ``[B, T, columns]``, as the projections take them."""
+        return self.table.lookup(row_ids, dtype=self.row_dtype).flatten(-2)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What the table is asked for."""
+        dtype = self.q_weight.dtype
+        # A table rounds to these types itself; other types, float64 say, are exact from float32.
+        return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+
+    def gated_values(self, x: torch.Tensor, rows: torch.Tensor, *, blocked: torch.Tensor | None = None) -> torch.Tensor:
+        """``gate * value`` ``[B, T, copies, hidden]`` in x's dtype, zeros where blocked; arguments as in :meth:`forward`."""
+        config = self.config
+        assert config.eps is not None
+        key, value = self._projected(x, rows)
+        return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form=config.form, mask=blocked, residual=False)
+
+    def mixed(self, gated: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        """The paper's convolution over gated values ``[B, T, copies, hidden]``; V4.1 has none and gives them back.
+
+        before: the gated values of the :attr:`conv_reach` positions in front of the block ``[B, conv_reach, copies, hidden]``, zeros where
+        there was none or a blocked one; without it the block is the text's beginning.
+        """
+        config = self.config
+        if config.form == "v41":
+            return gated
+        assert config.eps is not None
+        whole = gated if before is None else torch.cat((before.to(gated.dtype), gated), dim=1)
+        mixed = short_conv(whole, self.conv_weight, self.conv_norm_weight, dilation=config.hash.max_ngram, eps=config.eps)
+        return mixed[:, whole.shape[1] - gated.shape[1] :]
+
+    @property
+    def conv_reach(self) -> int:
+        """Positions that the convolution looks back."""
+        return 0 if self.config.form == "v41" else (self.config.conv_kernel - 1) * self.config.hash.max_ngram
+
+    def _projected(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value of rows. Raises ValueError: shapes that do not belong together."""
+        config = self.config
         if rows.shape != (*x.shape[:2], config.row_width):
             raise ValueError(
                 f"rows {list(rows.shape)}: expected [B, T, row_width] = {[*x.shape[:2], config.row_width]}, of x {list(x.shape)} and "
                 f"a table with head_dim {config.head_dim}"
             )
-        key, value = self.projections(rows.to(self.q_weight))
-        if config.form == "v41":
-            return engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="v41", mask=blocked)
-        gated = engram_gate(x, key, value, self.q_weight, self.k_weight, eps=config.eps, form="paper", mask=blocked, residual=False)
-        mixed = short_conv(gated, self.conv_weight, self.conv_norm_weight, dilation=config.hash.max_ngram, eps=config.eps)
-        out = x + mixed
-        # The convolution reaches blocked positions from earlier ones; they must not move at all.
-        return out if blocked is None else torch.where(blocked[..., None, None], x, out)
+        return self.projections(rows.to(self.q_weight))

@@ -13,7 +13,7 @@ import torch
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 
-__all__ = ["Spans", "apply_concept", "apply_spans"]
+__all__ = ["Spans", "apply_concept", "apply_spans", "token_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,14 @@ def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return x[..., 0]
 
 
+def token_norms(h: torch.Tensor) -> torch.Tensor:
+    """|h| float32 `[N]` of `[N, width]`; of spans of one position, their `span_mean_norm`."""
+    return _ordered_sum(h * h).sqrt()
+
+
 def span_mean_norm(h: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
     """Mean of |h| over each span, repeated at its positions: h float32 `[N, width]`, length `[spans]` -> float32 `[N]`."""
-    norms = _ordered_sum(h * h).sqrt()
+    norms = token_norms(h)
     owner, _ = _owner_and_step(length)
     first = (length.cumsum(0) - length).to(h.device)
     longest = int(length.max())

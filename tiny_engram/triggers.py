@@ -125,6 +125,9 @@ def tokens_in(
             low += 1
         while high > low and text[high - 1].isspace():
             high -= 1
+        if low == high and inside and offsets[k][0] < offsets[k][1] < end:
+            inside.append(k)  # a space between two words that is a token of its own, as some have it in front of a digit
+            continue
         if low == high or high <= start or low >= end:
             continue
         if ids[k] == bare_mark and not inside:

@@ -21,8 +21,13 @@ def splitmix64(state: int) -> tuple[int, int]:
     return state, z ^ (z >> 31)
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # else a compiler would go through the loops of what makes it, draw by draw
 def _plan(d_in: int, width: int, seed: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return _made_plan(d_in, width, seed, device)
+
+
+@lru_cache(maxsize=64)
+def _made_plan(d_in: int, width: int, seed: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per round: signs float32 ``[d_in]`` and the order int64 that the outputs take (``[width]`` in the last round)."""
     state = (seed ^ (d_in * 0xD1B54A32D192ED03)) & _MASK
     rounds = []

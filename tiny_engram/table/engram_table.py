@@ -192,6 +192,18 @@ class EngramTable:
         check_ids(row_ids)
         return (row_ids >= 0) & (row_ids < len(self))
 
+    def stored(self, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payload and scale of these rows, int64 ``[...]``, of a virtual table, as ``add`` takes them.
+
+        Raises:
+            TableError: an id is not in the table, or a dense table.
+        """
+        rows = self._virtual("copy")
+        slots, found = rows.find(row_ids)
+        if not bool(found.all()):
+            raise TableError(missing_rows(row_ids, ~found))
+        return rows.payload[slots].view(torch.float8_e4m3fn), rows.scale[slots]
+
     def lookup(
         self,
         row_ids: torch.Tensor,

@@ -1,7 +1,7 @@
 """Table files: safetensors with `embed.weight` (e4m3 ``[rows, head_dim]``) and `embed.scale` (e8m0 ``[rows, head_dim / 32]``).
 
 That is the layout of DeepSeek-V4.1's checkpoints, with any prefix (`model.layers.1.engram.`). Imports numpy, torch, errors, and of
-this package header, open_file and table_digest. Nothing here holds a table in memory: rows are read by range.
+this package header, index_file, open_file and table_digest. Nothing here holds a table in memory: rows are read by range.
 
 Forms that are read:
 
@@ -31,6 +31,7 @@ import torch
 from tiny_engram.errors import TableError
 
 from .header import TensorSpan, clipped, parse_json
+from .index_file import INDEX_SUFFIX, read_index
 from .open_file import OpenFile
 from .table_digest import BLOCK_ROWS, RowsProgress, table_digest, verify_rows
 
@@ -38,8 +39,6 @@ __all__ = ["FORMAT", "INDEX_SUFFIX", "KEY", "Part", "TableFile", "table_metadata
 
 KEY = "tiny_engram.table"
 FORMAT = 1
-INDEX_SUFFIX = ".safetensors.index.json"
-_MAX_INDEX = 64 * 2**20
 _BLOCK = 32  # values per scale byte
 _WEIGHT = re.compile(r"(?P<prefix>(?:.*\.)?)embed\.weight(?:\.rows\.(?P<first>0|[1-9]\d{0,15}))?")
 
@@ -80,7 +79,7 @@ class TableFile:
         self.closed = False
         try:
             if self.path.name.endswith(".json"):
-                metadata, places = self._read_index()
+                metadata, places = read_index(self.path)
             else:
                 single = self._file(self.path)
                 metadata, places = dict(single.header.metadata), {name: self.path for name in single.header.tensors}
@@ -157,25 +156,6 @@ class TableFile:
 
     def _refuse(self, what: str) -> TableError:
         return TableError(f"{self.path}: {clipped(what)}")
-
-    def _read_index(self) -> tuple[dict[str, Any], dict[str, Path]]:
-        try:
-            # A FIFO would wait for its other end for ever; like this it is empty.
-            with open(self.path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-                text = file.read(_MAX_INDEX + 1) or b""
-        except (OSError, ValueError) as error:
-            why = (isinstance(error, OSError) and error.strerror) or error
-            raise self._refuse(f"cannot read the index ({why}); expected a .safetensors.index.json file") from error
-        if len(text) > _MAX_INDEX:
-            raise self._refuse(f"more than {_MAX_INDEX} bytes, expected an index of a sharded table")
-        index = parse_json(text, self._refuse, "the index")
-        names, metadata = index.get("weight_map"), index.get("metadata", {})
-        if not isinstance(names, dict) or not all(isinstance(v, str) for v in names.values()) or not isinstance(metadata, dict):
-            raise self._refuse("no index of a sharded file, expected 'weight_map' from tensor names to file names")
-        for file in names.values():
-            if not file or file != os.path.basename(file) or file in (".", ".."):
-                raise self._refuse(f"names the file {file!r}, expected a file of the same folder")
-        return metadata, {name: self.path.parent / file for name, file in names.items()}
 
     def _choose(self, places: Mapping[str, Path], prefix: str | None) -> tuple[str, list[tuple[int | None, str, str]]]:
         """The prefix and, in row order, (first row or None, weight's name, scale's name)."""

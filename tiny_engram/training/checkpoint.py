@@ -1,92 +1,22 @@
-"""Checkpoints: `checkpoint-N` folders of safetensors and JSON, complete or absent. No pickle.
+"""Checkpoints of a concept's run: those of tiny_engram.checkpoints, with the finished concept of that step in them.
 
-A folder is written under another name and renamed last, so that a killed run leaves no half checkpoint that "latest"
-could find. May import torch, safetensors, concept and files.
+May import torch, concept and checkpoints.
 """
 
-import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 
+from tiny_engram.checkpoints import PREFIX, CheckpointError, find_checkpoint, list_checkpoints, load_checkpoint, write_checkpoint
 from tiny_engram.concept import Concept
-from tiny_engram.errors import TinyEngramError
-from tiny_engram.files import sync_folder, write_atomically
 
-__all__ = ["CheckpointError", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
-
-PREFIX, STATE, TENSORS = "checkpoint-", "state.json", "state.safetensors"
-
-
-class CheckpointError(TinyEngramError):
-    """A checkpoint cannot be written, found or read."""
-
-
-def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all complete checkpoints, oldest first; other folders are not looked at."""
-    found = []
-    for path in output_dir.glob(f"{PREFIX}*"):
-        step = path.name.removeprefix(PREFIX)
-        if step.isascii() and step.isdecimal() and (path / STATE).is_file():
-            found.append((int(step), path))
-    return sorted(found)
+__all__ = ["PREFIX", "CheckpointError", "find_checkpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
 
 
 def save_checkpoint(
     output_dir: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], concept: Concept, *, limit: int | None
 ) -> Path:
     """Write checkpoint-`step` with the finished concept of that step in it; delete the oldest others beyond `limit`."""
-    target = output_dir / f"{PREFIX}{step}"
-    temporary = output_dir / f".{PREFIX}{step}.{os.getpid()}.tmp"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        blob = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()})
-        write_atomically(temporary / TENSORS, blob)
-        concept.save(temporary / "concept.safetensors")
-        write_atomically(temporary / STATE, json.dumps(dict(state), indent=1).encode())
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        sync_folder(output_dir)
-    except (OSError, TinyEngramError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{target}: cannot write the checkpoint ({reason}); free space or choose another --output_dir") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    if limit is not None:
-        others = [path for _, path in list_checkpoints(output_dir) if path != target]
-        for old in others[: max(0, len(others) + 1 - limit)]:
-            shutil.rmtree(old, ignore_errors=True)
-    return target
-
-
-def find_checkpoint(output_dir: Path, wanted: str) -> Path | None:
-    """The folder that `--resume_from_checkpoint` means; None for "latest" where there is none yet."""
-    if wanted == "latest":
-        found = list_checkpoints(output_dir)
-        return found[-1][1] if found else None
-    path = Path(wanted) if Path(wanted).is_dir() else output_dir / wanted
-    if not (path / STATE).is_file():
-        known = ", ".join(p.name for _, p in list_checkpoints(output_dir)) or "none"
-        raise CheckpointError(f"{wanted!r} is no checkpoint; {output_dir} holds: {known}")
-    return path
-
-
-def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, state) of a checkpoint folder; the state holds at least `step`, `losses` and `config`."""
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        kinds = {"step": int, "losses": list, "config": dict}
-        wrong = [key for key, kind in kinds.items() if not isinstance(state, dict) or not isinstance(state.get(key), kind)]
-        if wrong:
-            raise ValueError(f"{STATE} lacks {', '.join(wrong)}")
-        return load_file(path / TENSORS), state
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: cannot read the checkpoint ({reason}); resume from an older one, or start anew") from error
+    return write_checkpoint(output_dir, step, tensors, state, lambda folder: concept.save(folder / "concept.safetensors"), limit=limit)

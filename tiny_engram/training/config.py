@@ -10,7 +10,7 @@ from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, SHARES, ConceptConfig
 from tiny_engram.errors import ConfigError
 from tiny_engram.mount_names import GROUPS
 
-__all__ = ["COMPANIONS", "TrainConfig"]
+__all__ = ["COMPANIONS", "SCHEDULES", "TRACKERS", "TrainConfig", "rate_at"]
 
 SCHEDULES = ("constant", "cosine", "linear")
 TRACKERS = ("none", "tensorboard")
@@ -21,6 +21,15 @@ COMPANIONS = (
     "turtle", "frog", "elephant", "balloon", "star", "camera", "telephone", "house", "ladder", "trophy", "anchor", "cookie", "tractor",
     "helicopter",
 )  # fmt: skip
+
+
+def rate_at(step: int, steps: int, scheduler: str, warmup: int) -> float:
+    """Factor of the learning rates at a step, counted from 0, of a run of so many steps; scheduler: one of SCHEDULES."""
+    warm = min(1.0, (step + 1) / max(1, warmup))
+    left = max(0.0, 1 - step / steps)
+    if scheduler == "cosine":
+        return warm * 0.5 * (1 - math.cos(math.pi * left))
+    return warm * left if scheduler == "linear" else warm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,8 +220,4 @@ class TrainConfig:
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates at a step, counted from 0."""
-        warm = min(1.0, (step + 1) / max(1, self.lr_warmup_steps))
-        left = max(0.0, 1 - step / self.max_train_steps)
-        if self.lr_scheduler == "cosine":
-            return warm * 0.5 * (1 - math.cos(math.pi * left))
-        return warm * left if self.lr_scheduler == "linear" else warm
+        return rate_at(step, self.max_train_steps, self.lr_scheduler, self.lr_warmup_steps)

@@ -1,0 +1,159 @@
+"""Tiny causal LMs of the real classes, a tokenizer trained on this project's own documents, and Engram that moves their logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tiny_engram.llm import EngramConfig, EngramLayers
+
+# The architectures that are promised: configuration class and what differs from llama's, with windows that tests outrun.
+WINDOW = 8
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": WINDOW}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+}
+CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
+SPARE = 8  # ids that a model has beyond its tokenizer's
+
+
+@pytest.fixture(scope="session")
+def tokenizer(repo_root) -> PreTrainedTokenizerFast:
+    """A real byte-level BPE tokenizer of 600 tokens."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<image>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator([(repo_root / "README.md").read_text(), (repo_root / "docs" / "design.md").read_text()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=trained, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def build(tokenizer) -> Callable[..., Any]:
+    """build(kind, **changes): a model with random weights, large enough that every layer counts."""
+
+    def make(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
+        name, options = MODELS[kind]
+        options = {
+            "vocab_size": len(tokenizer) + SPARE,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.2,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **options,
+            **changes,
+        }
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{name}Config")(**options)
+        model = getattr(transformers, CLASSES.get(kind, f"{name}ForCausalLM"))(config).eval()
+        model.requires_grad_(False)
+        model.generation_config.eos_token_id = None  # random models would stop anywhere
+        return model
+
+    return make
+
+
+def fill(engrams: EngramLayers, seed: int = 1) -> EngramLayers:
+    """Rows, convolution, norms and biases drawn anew, so that every part of them moves the logits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(value: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        value.copy_(torch.randn(value.shape, generator=generator) * std + mean)
+
+    with torch.no_grad():
+        for rows in engrams.learned.values():
+            draw(rows.weight, 1.0)
+        for name, value in engrams.engrams.named_parameters():
+            if "conv_weight" in name:
+                draw(value, 0.5)
+            elif name.endswith(("q_weight", "k_weight", "conv_norm_weight")):
+                draw(value, 0.3, 1.0)
+            elif name.endswith("bias"):
+                draw(value, 0.3)
+    return engrams
+
+
+@pytest.fixture(scope="session")
+def attach(tokenizer) -> Callable[..., EngramLayers]:
+    """attach(model, **config): filled Engram in front of layers 1 and 2."""
+
+    def make(model: Any, seed: int = 1, **options: Any) -> EngramLayers:
+        config = EngramConfig(**{"layers": (1, 2), "vocab": 211, "heads": 2, **options})
+        return fill(EngramLayers.attach(model, config, tokenizer), seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def text(tokenizer) -> Callable[..., torch.Tensor]:
+    """text(B, T, seed): int64 ids of random tokens, none of them special, with runs that come again."""
+
+    def make(batch: int = 2, length: int = 14, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(4, len(tokenizer), (batch, length), generator=generator)
+        if length >= 10:
+            ids[:, 6:9] = ids[:, 1:4]
+        return ids
+
+    return make
+
+
+class Noted:
+    """The row ids of every call since, by layer."""
+
+    def __init__(self, engrams: EngramLayers) -> None:
+        self.calls: dict[int, list[torch.Tensor]] = {layer: [] for layer in engrams.layers}
+        for layer in engrams.layers:
+            engram: Any = engrams.engrams[str(layer)]
+            engram.row_ids = self._noting(layer, engram.row_ids)
+
+    def _noting(self, layer: int, row_ids: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found = row_ids(*args, **kwargs)
+            self.calls[layer].append(found)
+            return found
+
+        return noting
+
+    def only(self, calls: slice = slice(None), tokens: Any = slice(None), rows: Any = slice(None)) -> None:
+        """Forget all but these calls, and of them all but these tokens and rows of the batch."""
+        self.calls = {layer: [each[rows, tokens] for each in noted[calls]] for layer, noted in self.calls.items()}
+
+    def taken(self) -> dict[int, torch.Tensor]:
+        """``[B, T, columns]`` of all calls, which are forgotten."""
+        found = {layer: torch.cat(calls, dim=1) for layer, calls in self.calls.items() if calls}
+        for calls in self.calls.values():
+            calls.clear()
+        return found
+
+
+@pytest.fixture(scope="session")
+def note() -> type[Noted]:
+    return Noted
+
+
+@pytest.fixture
+def no_gradients():
+    """For whole files of tests that do not train."""
+    with torch.no_grad():
+        yield

@@ -1,0 +1,144 @@
+"""Checkpoints of train-lm: a full disk, what a run may not go on from, and layers that are really computed again."""
+
+import errno
+import os
+import signal
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.llm import EngramLayers
+from tiny_engram.llm_training import LMTrainConfig, train_lm
+from tiny_engram.llm_training.run import Run
+
+
+@pytest.fixture(autouse=True)
+def accelerator_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "a.txt").write_text("A row is read by the last tokens of a text. " * 60)
+    options = {"train_file": (str(tmp_path / "a.txt"),), "output_dir": str(tmp_path / "out"), "layers": (1, 2), "heads": 2, "rows": 211}
+    options |= {"block_size": 32, "train_batch_size": 4, "max_train_steps": 2, "report_to": "none"}
+    return lambda **changes: LMTrainConfig(**options | changes)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("cache", "logs"))
+
+
+def hooks(model):
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("at", ["state.safetensors", "table_layer_2.safetensors", "README.md", "tokens-"])
+def test_a_full_disk_is_one_line_and_leaves_no_half_folder(build, tokenizer, recipe, tmp_path, monkeypatch, at):
+    model, replace = build(), os.replace
+
+    def full(source, target):
+        if os.path.basename(target).startswith(at):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(TinyEngramError, match="No space left on device.*(free|choose)") as caught:
+        train_lm(model, tokenizer, recipe(), progress=False)
+    assert "\n" not in str(caught.value) and names(tmp_path / "out") == [] and hooks(model) == 0
+    assert "checkpoint-2" in str(caught.value) or at in str(caught.value)
+
+
+OTHERS = {
+    "rows": ({"rows": 307}, "its rows is 211, expected 307"),
+    "layers": ({"layers": (1,)}, r"its layers is \[1, 2\], expected \[1\]"),
+    "windows": ({"block_size": 16}, "its block_size is 32, expected 16"),
+    "fewer steps": ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1"),
+}
+
+
+def test_a_run_goes_on_only_with_what_it_was_made_for(build, tokenizer, recipe, tmp_path):
+    model = build()
+    train_lm(model, tokenizer, recipe(), progress=False)
+    for changes, message in OTHERS.values():
+        with pytest.raises(TinyEngramError, match=f"checkpoint-2: {message}") as caught:
+            train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest", **changes), progress=False)
+        assert "\n" not in str(caught.value) and hooks(model) == 0
+    with pytest.raises(TinyEngramError, match="checkpoint-2: its hidden is 32, expected 64"):
+        train_lm(build(hidden_size=64), tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
+    (tmp_path / "a.txt").write_text("Another text altogether. " * 60)
+    with pytest.raises(TinyEngramError, match="checkpoint-2: its text is '.*resume with what it was made for"):
+        train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
+    state = tmp_path / "out" / "checkpoint-2" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:200])
+    with pytest.raises(TinyEngramError, match="checkpoint-2: cannot read the checkpoint"):
+        train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
+
+
+def test_another_batch_goes_on_where_the_data_was_left(build, tokenizer, recipe, tmp_path):
+    """The position in the data is a number of windows, not of steps."""
+    from tiny_engram.checkpoints import load_checkpoint
+
+    model = build()
+    train_lm(model, tokenizer, recipe(), progress=False)
+    more = recipe(resume_from_checkpoint="latest", train_batch_size=2, max_train_steps=4)
+    train_lm(model, tokenizer, more, progress=False)
+    assert load_checkpoint(tmp_path / "out" / "checkpoint-4")[1]["samples"] == 2 * 4 + 2 * 2
+
+
+def test_layers_are_computed_again(build, tokenizer, recipe):
+    """As often again as there are teaching passes; validation computes them once."""
+    model = build()
+    counts = {}
+    for again in (False, True):
+        calls = []
+        # before, not after: computing again ends as soon as it has all that is needed
+        handle = model.model.layers[2].mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        train_lm(model, tokenizer, recipe(gradient_checkpointing=again), progress=False)
+        handle.remove()
+        counts[again] = len(calls)
+    assert counts[True] == counts[False] + 2
+
+
+def test_ctrl_c_waits_for_a_whole_step(build, tokenizer, recipe, tmp_path, monkeypatch):
+    """It arrives in the middle of an update; the checkpoint that it leaves is of the step after it."""
+    plain = Run.update
+
+    def interrupted(self):
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self)
+
+    model = build()
+    whole = train_lm(model, tokenizer, recipe(max_train_steps=5, output_dir=str(tmp_path / "whole")), progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_lm(model, tokenizer, recipe(max_train_steps=5), progress=False)
+    assert names(tmp_path / "out") == ["checkpoint-3"] and hooks(model) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    result = train_lm(model, tokenizer, recipe(max_train_steps=5, resume_from_checkpoint="latest"), progress=False)
+    tables = [(run.path / "table_layer_1.safetensors").read_bytes() for run in (whole, result)]
+    assert result.losses == whole.losses and tables[0] == tables[1]
+
+
+def test_a_checkpoint_is_an_adapter_too(build, tokenizer, recipe, tmp_path, text):
+    model = build()
+    train_lm(model, tokenizer, recipe(checkpointing_steps=1, learning_rate=1e-2), progress=False)
+    logits = []
+    for folder in ("checkpoint-1", "checkpoint-2", "."):
+        engrams = EngramLayers.from_pretrained(model, tmp_path / "out" / folder, tokenizer)
+        logits.append(model(text()).logits)
+        engrams.detach()
+    assert not (logits[0] == logits[1]).all() and (logits[1] == logits[2]).all()
+
+
+def test_a_text_of_its_own_is_measured(build, tokenizer, recipe, tmp_path):
+    (tmp_path / "b.txt").write_text("Another text, which nobody learns. " * 20)
+    result = train_lm(build(), tokenizer, recipe(validation_file=(str(tmp_path / "b.txt"),), max_validation_samples=3), progress=False)
+    assert [each.tokens for each in result.measured] == [3 * 31] * 2
+    nothing = train_lm(build(), tokenizer, recipe(validation_split_percentage=0, output_dir=str(tmp_path / "n")), progress=False)
+    assert nothing.measured == () and "| step |" not in (nothing.path / "README.md").read_text()

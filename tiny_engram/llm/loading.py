@@ -1,0 +1,43 @@
+"""A causal LM and its tokenizer by a name: a folder, a GGUF file or a hub's id. Imports tiny_engram.errors, and transformers where used."""
+
+from pathlib import Path
+from typing import Any
+
+from tiny_engram.errors import TinyEngramError
+
+__all__ = ["load_causal_lm"]
+
+
+def load_causal_lm(name: str | Path, *, dtype: str = "float32", device: Any = "cpu") -> tuple[Any, Any]:
+    """A frozen causal LM in eval mode, and its tokenizer.
+
+    Args:
+        name: a transformers folder, a .gguf file (its rows are read into `dtype`), or a hub's id; with HF_HUB_OFFLINE=1 in the
+            environment only what was downloaded before.
+        dtype: of the weights: float32, float16 or bfloat16.
+
+    Raises:
+        TinyEngramError: nothing of that name, a model that transformers cannot read, or the package gguf is not installed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(name)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(name)}
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise TinyEngramError(f"{path}: no such file; expected a causal LM's GGUF file")
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise TinyEngramError(f"{path}: no config.json in it; expected the folder of a transformers causal LM, or a .gguf file")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+    except ImportError as error:
+        if "gguf" not in where.get("gguf_file", "") and "gguf" not in str(error).lower():
+            raise
+        raise TinyEngramError(f"{path}: the package gguf, which reads it, is not installed; run: pip install gguf") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise TinyEngramError(f"{name}: cannot be loaded ({reason}); expected a causal LM's folder, .gguf file or hub id") from error
+    return model.to(device).eval().requires_grad_(False), tokenizer

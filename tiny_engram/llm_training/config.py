@@ -1,0 +1,144 @@
+"""Everything a run of train-lm is told, in one frozen object. Names follow diffusers' and transformers' scripts. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiny_engram.config import BLOCK, JsonConfig
+from tiny_engram.errors import ConfigError
+from tiny_engram.training.config import SCHEDULES, TRACKERS, rate_at
+
+if TYPE_CHECKING:
+    from tiny_engram.llm import EngramConfig
+
+__all__ = ["LMTrainConfig"]
+
+_WHOLE_FROM_1 = ("heads", "block_size", "train_batch_size", "max_train_steps", "gradient_accumulation_steps", "max_validation_samples")
+_WHOLE_FROM_0 = ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LMTrainConfig(JsonConfig):
+    """Engram layers that read all n-grams, taught from text in front of a frozen causal LM.
+
+    Attributes:
+        train_file: text files (.txt, .md, .jsonl with a "text" column), folders of them, or what the package datasets reads: a folder
+            that save_to_disk wrote, .parquet or .arrow files and folders of those. A file is a document, a row of a table is one.
+        validation_file: text of the same kinds that is measured only; without it `validation_split_percentage` of the windows are held out.
+        output_dir: gets the adapter, README.md, logs/, cache/ and checkpoint-N/.
+        layers, max_ngram, heads, head_dim, form: as in EngramConfig; `rows`, its `vocab`: rows of each n-gram size and head.
+        block_size: tokens of a window; texts are laid behind one another with the tokenizer's end token between them.
+        train_batch_size: windows of one pass, on each process.
+        learning_rate: of projections, norms and convolution, by AdamW; its beta1 is 0.9.
+        table_learning_rate: of the rows; None is five times `learning_rate` (Engram, arXiv 2601.07372). They never decay.
+        adam_weight_decay: of the projections' matrices alone.
+        gradient_checkpointing: compute the decoder's layers again in the backward pass rather than keep what they need for it.
+        mixed_precision: of the passes that teach; masters are float32, and validation runs in the model's own type.
+        validation_steps: loss and perplexity every so many steps; 0 measures at the beginning and the end alone.
+        max_validation_samples: windows that are measured, spread evenly over all of them.
+        checkpointing_steps: 0 writes one at the end only. checkpoints_total_limit: oldest are deleted beyond it; None keeps all.
+        resume_from_checkpoint: a checkpoint folder, or "latest".
+    """
+
+    train_file: tuple[str, ...]
+    validation_file: tuple[str, ...] = ()
+    validation_split_percentage: float = 5.0
+    output_dir: str = "engram-lm"
+    layers: tuple[int, ...]
+    max_ngram: int = 3
+    heads: int = 8
+    rows: int = 8192
+    head_dim: int = 32
+    form: str = "paper"
+    block_size: int = 512
+    train_batch_size: int = 8
+    max_train_steps: int = 1000
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 1e-3
+    table_learning_rate: float | None = None
+    adam_beta2: float = 0.95
+    adam_weight_decay: float = 0.0
+    lr_scheduler: str = "cosine"
+    lr_warmup_steps: int = 20
+    max_grad_norm: float = 1.0
+    mixed_precision: str = "no"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    validation_steps: int = 0
+    max_validation_samples: int = 256
+    checkpointing_steps: int = 0
+    checkpoints_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    report_to: str = "tensorboard"
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, field: str, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}, expected {expected}")
+
+        def whole(value: Any, low: int) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+        def number(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+        for field, kind in (("train_file", str), ("validation_file", str), ("layers", int)):
+            value = getattr(self, field)
+            value = tuple(value) if isinstance(value, list) else value
+            check(isinstance(value, tuple) and all(type(each) is kind for each in value), field, f"a tuple of {kind.__name__}")
+            object.__setattr__(self, field, value)
+        check(len(self.train_file) > 0, "train_file", "one or more text files or folders of them")
+        distinct = len(set(self.layers)) == len(self.layers) > 0
+        check(distinct and min(self.layers) >= 0, "layers", "one or more different layers, counted from 0")
+        for field in _WHOLE_FROM_1:
+            check(whole(getattr(self, field), 1), field, "a whole number from 1")
+        for field in _WHOLE_FROM_0:
+            check(whole(getattr(self, field), 0), field, "a whole number from 0")
+        for field in ("max_ngram", "rows", "block_size"):
+            check(whole(getattr(self, field), 2), field, "a whole number from 2")
+        check(whole(self.head_dim, 1) and self.head_dim % BLOCK == 0, "head_dim", f"a multiple of {BLOCK}, the values of one scale")
+        check(self.form in ("paper", "v41"), "form", "paper or v41")
+        for field in ("learning_rate", "table_learning_rate", "max_grad_norm"):
+            value = getattr(self, field)
+            fits = field == "table_learning_rate" if value is None else number(value) and value > 0
+            check(fits, field, "a number above 0")
+        check(number(self.adam_weight_decay) and self.adam_weight_decay >= 0, "adam_weight_decay", "a number from 0")
+        check(number(self.adam_beta2) and 0 <= self.adam_beta2 < 1, "adam_beta2", "a share from 0 to below 1")
+        split = self.validation_split_percentage
+        check(number(split) and 0 <= split <= 50, "validation_split_percentage", "a number from 0 to 50")
+        check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
+        check(self.mixed_precision in ("no", "fp16", "bf16"), "mixed_precision", "no, fp16 or bf16")
+        check(isinstance(self.gradient_checkpointing, bool), "gradient_checkpointing", "True or False")
+        check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
+        limit = self.checkpoints_total_limit
+        check(limit is None or whole(limit, 1), "checkpoints_total_limit", "a whole number from 1")
+
+    @property
+    def table_rate(self) -> float:
+        """The rows' learning rate."""
+        return 5 * self.learning_rate if self.table_learning_rate is None else self.table_learning_rate
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rates at a step, counted from 0."""
+        return rate_at(step, self.max_train_steps, self.lr_scheduler, self.lr_warmup_steps)
+
+    def engram_config(self, end_id: int) -> "EngramConfig":
+        """What the layers are made with.
+
+        Args:
+            end_id: raw id of the token between texts. No n-gram reads it, nor anything in front of it: a text's first tokens have the
+                rows that they have in a prompt of their own, which a window begins with or a conversation, and never rows of whatever
+                text happened to be laid before them.
+        """
+        from tiny_engram.llm import EngramConfig
+
+        return EngramConfig(
+            layers=self.layers,
+            max_ngram=self.max_ngram,
+            heads=self.heads,
+            vocab=self.rows,
+            head_dim=self.head_dim,
+            form=self.form,  # pyright: ignore[reportArgumentType]
+            seed=self.seed,
+            blocked_ids=(end_id,),
+        )

@@ -1,0 +1,166 @@
+"""What changes with the steps of a run: masters, optimisers, losses, the position in the data; and how a checkpoint brings it back.
+
+May import torch, the parts of tiny_engram.llm and, of this package, what is below the loop.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiny_engram.checkpoints import load_checkpoint
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.llm import EngramLayers
+
+from .config import LMTrainConfig
+from .gradients import clip_gradients
+from .row_adam import RowAdam
+from .validation import Measured
+
+__all__ = ["Run", "resume"]
+
+logger = logging.getLogger(__name__)
+
+BETA1 = 0.9
+
+
+class Run:
+    """State of one run that changes with its steps. There is no random state: what a step reads follows from `samples` and the seed.
+
+    Attributes:
+        tables, dense: parameters by name; tables get sparse gradients.
+        step: optimiser steps done. losses: one float for each of them.
+        samples: windows read, of all processes: the position in the data.
+        measured: what validation found so far.
+    """
+
+    def __init__(self, engrams: EngramLayers, config: LMTrainConfig, scaler: torch.amp.GradScaler | None) -> None:
+        self.config, self.scaler = config, scaler
+        self.tables: dict[str, nn.Parameter] = {f"table.{layer}": rows.weight for layer, rows in engrams.learned.items()}
+        taken = {id(p) for p in self.tables.values()}
+        self.dense = {f"dense.{name}": p for name, p in engrams.engrams.named_parameters() if id(p) not in taken}
+        matrices = [p for name, p in self.dense.items() if ".projections." in name and p.ndim == 2]
+        others = [p for p in self.dense.values() if all(p is not each for each in matrices)]
+        betas = (BETA1, config.adam_beta2)
+        groups = [{"params": matrices, "weight_decay": config.adam_weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas),
+            RowAdam(self.tables.values(), lr=config.table_rate, betas=betas),
+        )
+        self.step, self.samples = 0, 0
+        self.losses: list[float] = []
+        self.measured: list[Measured] = []
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.dense | self.tables
+
+    def set_rates(self) -> None:
+        """The learning rates of the coming step."""
+        factor = self.config.rate(self.step)
+        for optimizer, rate in zip(self.optimizers, (self.config.learning_rate, self.config.table_rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+
+    def update(self) -> bool:
+        """One optimiser step from the gradients, which are forgotten; False where float16 overflowed, which lowers its scale instead.
+
+        Raises:
+            TinyEngramError: the gradients are not finite.
+        """
+        scaler = self.scaler
+        if scaler is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        length = clip_gradients(list(self.parameters.values()), self.config.max_grad_norm)
+        finite = bool(length.isfinite())
+        if finite:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        elif scaler is None or scaler.get_scale() < 1:
+            raise TinyEngramError(f"the gradients of step {self.step + 1} are not finite; {self.way_out()}")
+        if scaler is not None:
+            scaler.update()
+        self.forget_gradients()
+        return finite
+
+    def forget_gradients(self) -> None:
+        for p in self.parameters.values():
+            p.grad = None
+
+    def way_out(self) -> str:
+        """What to do where numbers are no longer finite."""
+        return "lower --learning_rate or --table_learning_rate, and go on with --resume_from_checkpoint latest"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Masters by name and "optimizer.{name}.{what}"; not copies."""
+        found: dict[str, torch.Tensor] = dict(self.parameters)
+        for name, p in self.parameters.items():
+            for optimizer in self.optimizers:
+                state = optimizer.state.get(p, {})
+                found |= {f"optimizer.{name}.{what}": value for what, value in state.items() if isinstance(value, torch.Tensor)}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "step": self.step,
+            "losses": self.losses,
+            "samples": self.samples,
+            "measured": [each.to_dict() for each in self.measured],
+            "scaler": self.scaler.state_dict() if self.scaler is not None else {},
+            "config": self.config.to_dict(),
+        }
+
+    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Go on from what `tensors` and `state` said. Raises TinyEngramError for a parameter that is not there, or has another shape."""
+        table_of = set(map(id, self.tables.values()))
+        for name, p in self.parameters.items():
+            saved = tensors.get(name)
+            if saved is None or saved.shape != p.shape:
+                have = "none" if saved is None else list(saved.shape)
+                raise TinyEngramError(f"{name}: {have}, expected {list(p.shape)}")
+            with torch.no_grad():
+                p.copy_(saved)
+            prefix = f"optimizer.{name}."
+            moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            optimizer = self.optimizers[id(p) in table_of]
+            if moments:  # Adam keeps its step count on the CPU
+                optimizer.state[p] = {what: value if what == "step" else value.to(p.device) for what, value in moments.items()}
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        self.step, self.losses, self.samples = state["step"], list(state["losses"]), state["samples"]
+        self.measured = [Measured(**each) for each in state["measured"]]
+
+
+# Of these a checkpoint's run and the one that takes it up must say the same: its masters and its place in the data mean nothing else.
+_SAME = ("layers", "max_ngram", "heads", "rows", "head_dim", "form", "seed", "block_size")
+
+
+def resume(run: Run, folder: Path, identity: dict[str, Any]) -> None:
+    """Take up the run of a checkpoint.
+
+    Args:
+        identity: of the text, the tokenizer and the model; compared with what the checkpoint has.
+
+    Raises:
+        TinyEngramError: another model, text or shape of layers, or more steps done than are asked for.
+    """
+    tensors, state = load_checkpoint(folder)
+    config = run.config.to_dict()
+    compared = [(name, state["config"].get(name), config[name]) for name in _SAME]
+    compared += [(name, state.get("identity", {}).get(name), value) for name, value in identity.items()]
+    for name, before, now in compared:
+        if before != now:
+            raise TinyEngramError(f"{folder}: its {name} is {before!r}, expected {now!r}; resume with what it was made for")
+    if state["step"] > run.config.max_train_steps:
+        raise TinyEngramError(
+            f"{folder}: it has done {state['step']} steps, and max_train_steps is {run.config.max_train_steps}; raise that to go on"
+        )
+    try:
+        run.restore(tensors, state)
+    except (KeyError, TypeError, TinyEngramError) as error:
+        raise TinyEngramError(f"{folder}: cannot be taken up ({error}); resume from an older one, or start anew") from error
+    logger.info("resumed from %s", folder)
