@@ -7,6 +7,7 @@ argument from the decoder to its layers: two calls that interleave, on one threa
 import copy
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,19 +28,23 @@ __all__ = ["Call", "DecoderHost", "Reader", "reading_as"]
 
 _PASS = "engram_pass"
 _owners: ContextVar[torch.Tensor | None] = ContextVar("tiny_engram_owners", default=None)
-_owned = False  # was there ever an owner? A graph cannot look into a ContextVar, and need not before
+_owning = 0  # contexts of `reading_as` that are open, in any thread: a graph cannot look into a ContextVar, and need not without one
+_owning_lock = threading.Lock()
 
 
 @contextmanager
 def reading_as(owners: torch.Tensor) -> Iterator[None]:
     """Caches that are begun within take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
-    global _owned
-    _owned = True
+    global _owning
+    with _owning_lock:
+        _owning += 1
     token = _owners.set(owners)
     try:
         yield
     finally:
         _owners.reset(token)
+        with _owning_lock:
+            _owning -= 1
 
 
 @dataclass(slots=True)
@@ -206,7 +211,7 @@ class DecoderHost:
         owners = None
         if history is not None and history.begun:
             owners = history.owners
-        elif _owned:
+        elif _owning:
             owners = _current_owners(ids)  # pyright: ignore[reportArgumentType]
         if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
