@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # scripts of the recipe, which parts of the bench share
 sys.path[:0] = [str(folder) for folder in (ROOT / "assets" / "recipe", ROOT / "benchmarks") if str(folder) not in sys.path]
 
-from benchmarks.personalization import plan  # noqa: E402
+from benchmarks.personalization import plan, selection  # noqa: E402
 from benchmarks.personalization.pieces import Bench, estimate, run_piece, save_piece  # noqa: E402
 from benchmarks.personalization.plan import Piece, PlanError, Settings  # noqa: E402
 from benchmarks.personalization.store import PieceFile, load_results, merge, pack, save_results, unpack  # noqa: E402
@@ -126,14 +126,14 @@ def summed_up(results: dict[str, Any], pieces: Sequence[PieceFile], bench: Bench
     """Results with these pieces merged in, the settings of the final table's (or the last) piece, and what follows from the sweep."""
     results = merge(results, [piece.read() for piece in pieces])
     swept = results["stages"].get("sweep", [])
-    rates = plan.choose(swept, bench.names.development)
+    rates = selection.choose(swept, bench.names.development)
     splits = {"development": list(bench.names.development), "final": list(bench.names.final), "known": list(bench.names.known)}
     done = sorted(results["pieces"].values(), key=lambda piece: (piece["stage"] == "final", piece["finished"]))
-    results["settings"] = (done[-1]["settings"] if done else {}) | {"rule": plan.RULE, "subjects": splits}
+    results["settings"] = (done[-1]["settings"] if done else {}) | {"rule": selection.RULE, "subjects": splits}
     # a method that is being swept anew has no rate until that is done
     begun = {record["method"] for record in swept}
     earlier = {method: found for method, found in results.get("rates", {}).items() if method not in begun}
-    return results | {"rates": earlier | rates, "best_lora": plan.best_lora(rates) or results.get("best_lora")}
+    return results | {"rates": earlier | rates, "best_lora": selection.best_lora(rates) or results.get("best_lora")}
 
 
 class Clock:

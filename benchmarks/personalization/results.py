@@ -181,7 +181,7 @@ class Results:
 
     @property
     def rates(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the sweep chose for each method: see plan.choose. Raises NotMeasured before the sweep."""
+        """What the sweep chose for each method: see selection.choose. Raises NotMeasured before the sweep."""
         rates = self.data.get("rates")
         if not rates:
             raise NotMeasured("stage sweep has not been run")

@@ -1,4 +1,7 @@
-"""Tables about what was tried on the development subjects, the judges, and where figures come from. Imports results, plan and formats."""
+"""Tables about what was tried on the development subjects, the judges, and where figures come from.
+
+Imports results, plan, selection and formats.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.personalization.formats import cell, count, percents, ranged, table
-from benchmarks.personalization.plan import RATE_FACTORS, selection_score
+from benchmarks.personalization.plan import RATE_FACTORS
 from benchmarks.personalization.results import FIDELITY, OURS, NotMeasured, Results
+from benchmarks.personalization.selection import selection_score
 from benchmarks.personalization.statistics import Estimate, estimate
 
 STAGE = "methods"

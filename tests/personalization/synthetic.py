@@ -5,8 +5,9 @@ from random import Random
 from statistics import fmean
 
 from benchmarks.personalization.methods import LABELS, METHODS, RATES
-from benchmarks.personalization.plan import FINAL, FULL, RATE_FACTORS, RULE, best_lora, choose
+from benchmarks.personalization.plan import FINAL, FULL, RATE_FACTORS
 from benchmarks.personalization.prompts import CONTEXTS
+from benchmarks.personalization.selection import RULE, best_lora, choose
 
 FINALS = tuple(f"thing {i:02d}" for i in range(15))
 DEVELOPED = tuple(f"trial {i}" for i in range(5))

@@ -1,4 +1,4 @@
-"""What each stage runs, what it refuses, and how a learning rate is chosen."""
+"""What each stage runs, and what it refuses."""
 
 import itertools
 from dataclasses import replace
@@ -15,12 +15,6 @@ from benchmarks.personalization.subjects import load_subjects
 @pytest.fixture(scope="module")
 def names():
     return plan.Subjects(**{split: tuple(s.name for s in load_subjects(split)) for split in ("development", "final", "known")})
-
-
-def record(method, subject, rate, fidelity, prompt, context="taught"):
-    scores = {"effnet_best": fidelity + 0.1, "lpips_best": fidelity - 0.1, "identity": fidelity + 0.2, "identity_lpips": fidelity - 0.2}
-    found = {"method": method, "subject": subject, "learning_rate": rate, "context": context} | scores
-    return found if prompt is None else found | {"prompt": prompt}
 
 
 def test_sizes_that_were_asked_for(names):
@@ -149,32 +143,3 @@ def test_checkpoints_that_make_no_sense():
     for bad in ({"checkpoints": (100, 50, 300)}, {"main": 150}, {"checkpoints": (300, 500)}, {"checkpoints": (0, 300)}):
         with pytest.raises(PlanError, match="expected"):
             Settings(**bad)
-
-
-def test_selection_is_half_fidelity_and_half_prompt():
-    records = [
-        record("m", "a", 1.0, 0.8, 0.5),
-        record("m", "a", 1.0, 0.6, None, "bare"),
-        record("m", "b", 1.0, 0.2, 1.0),
-    ]
-    # a: (0.7 + 0.5) / 2; b: (0.2 + 1.0) / 2; a subject counts once, however many records it has
-    assert plan.selection_score(records) == pytest.approx((0.6 + 0.6) / 2)
-
-
-def test_the_best_rate_of_whole_sweeps():
-    rates = plan.RATE_FACTORS
-    swept = [record("m", s, r, 0.5 + (0.1 if r == 3.2 else 0), 0.5) for s in "ab" for r in rates]
-    swept += [record("lora-unet-r4", s, r, 0.5 + r / 100, 0.5) for s in "ab" for r in rates]
-    found = plan.choose(swept, ("a", "b"))
-    assert found["m"]["rate"] == 3.2 and not found["m"]["at_edge"] and len(found["m"]["scores"]) == len(rates)
-    assert found["lora-unet-r4"]["rate"] == 32.0 and found["lora-unet-r4"]["at_edge"]
-    missing = [r for r in swept if (r["method"], r["subject"], r["learning_rate"]) != ("m", "b", 1.0)]
-    assert set(plan.choose(missing, ("a", "b"))) == {"lora-unet-r4"}
-
-
-def test_the_best_lora_is_known_when_all_were_swept():
-    loras = [method for method in METHODS if method.startswith("lora-")]
-    chosen = {method: {"score": i / 10} for i, method in enumerate(loras)} | {"ours": {"score": 9.0}}
-    assert len(loras) >= 4 and plan.best_lora(chosen) == loras[-1]
-    del chosen[loras[0]]
-    assert plan.best_lora(chosen) is None

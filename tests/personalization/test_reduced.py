@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.personalization.plan import FIDELITY, selection_score
+from benchmarks.personalization.selection import FIDELITY, selection_score
 
 
 @pytest.mark.slow
