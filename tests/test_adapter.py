@@ -14,7 +14,7 @@ import tiny_engram
 from tiny_engram import addressing
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.mounts import MountError
+from tiny_engram.hooks import MountError
 
 
 def encode(pipe, prompt):

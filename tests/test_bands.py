@@ -7,7 +7,7 @@ from diffusers import KarrasVeScheduler
 import tiny_engram
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.mounts import MountError
+from tiny_engram.hooks import MountError
 from tiny_engram.residual import apply_concept
 
 PROMPT = "a zqx bolo on a table"

@@ -9,7 +9,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.mounts import MountError
+from tiny_engram.hooks import MountError
 from tiny_engram.residual import apply_concept
 
 PROMPT = "a zqx bolo on a table"

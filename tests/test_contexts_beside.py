@@ -14,7 +14,7 @@ from PIL import Image
 
 import tiny_engram
 from tiny_engram.config import ConceptConfig
-from tiny_engram.mounts import MountError
+from tiny_engram.hooks import MountError
 
 PROMPT = "a zqx bolo on a table"
 SIDES = ConceptConfig(mounts=("context",))

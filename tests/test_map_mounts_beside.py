@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 import tiny_engram
 from tiny_engram.config import ConceptConfig
-from tiny_engram.mounts import MountError
+from tiny_engram.hooks import MountError
 
 PROMPT = "a zqx bolo on a table"
 MAPS = ConceptConfig(mounts=("value",), attention_rank=2, feedforward_rank=1)

@@ -9,8 +9,8 @@ from transformers import CLIPTextModel
 import tiny_engram
 from tiny_engram import residual
 from tiny_engram.errors import TableError
+from tiny_engram.hooks import MountError
 from tiny_engram.kernels.fixed_basis import fixed_basis
-from tiny_engram.mounts import MountError
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, span_mean_norm
 

@@ -6,8 +6,9 @@ from transformers import CLIPTextModel
 
 import tiny_engram
 from tiny_engram.config import ConceptConfig
+from tiny_engram.hooks import MountError
 from tiny_engram.input_mount import encode_with_input, token_embeddings
-from tiny_engram.mounts import MountError, SpanMount
+from tiny_engram.mounts import EncoderMounts
 from tiny_engram.residual import apply_concept
 
 PROMPT = "a zqx bolo on a table"
@@ -212,7 +213,7 @@ def test_gradients_pass_through_the_second_pass(tiny, adapter, pipe):
 
 
 def test_a_dead_mount_is_told_at_attach(own_pipe, monkeypatch):
-    monkeypatch.setattr(SpanMount, "_embedded", lambda *_: None)
+    monkeypatch.setattr(EncoderMounts, "_embedded", lambda *_: None)
     with pytest.raises(Exception, match="ran without looking its tokens up"):
         tiny_engram.attach(own_pipe)
     monkeypatch.undo()
@@ -221,8 +222,8 @@ def test_a_dead_mount_is_told_at_attach(own_pipe, monkeypatch):
         moved = real(self, row, args, kwargs)
         return type(moved)(row, moved.times + 1, moved.output)
 
-    real = SpanMount._second_pass
-    monkeypatch.setattr(SpanMount, "_second_pass", elsewhere)
+    real = EncoderMounts._second_pass
+    monkeypatch.setattr(EncoderMounts, "_second_pass", elsewhere)
     with pytest.raises(MountError, match=r"clip_l input \(changed positions \[6\], expected \[5\]\)"):
         tiny_engram.attach(own_pipe)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in own_pipe.text_encoder.modules())

@@ -56,7 +56,7 @@ def test_every_mount_has_addresses_of_its_own(store, add):
     assert len(ids.unique()) == len(ids)
     assert [store.bank_of("zqx bolo", m).hasher.layer_id for m in store.mounts] == list(range(len(store.mounts)))
     store.remove("zqx bolo")
-    assert store.row_bytes == 0 and not store.has_contexts
+    assert store.row_bytes == 0 and not store.any_at_denoiser
 
 
 def test_rows_of_new_mounts_are_read_as_they_were_put_in(store, add, pipe):
@@ -93,15 +93,15 @@ def test_maps_fire_with_their_concept(store, add, pipe):
 
 def test_what_counts_as_a_context(store, add):
     add("zqx bolo", ConceptConfig(mounts=("span", "input")))
-    assert not store.has_contexts and not store.active_contexts
+    assert not store.any_at_denoiser and not store.active_at_denoiser
     add("cat-toy", ConceptConfig(mounts=("input",), feedforward_rank=1))
-    assert store.has_contexts and store.active_contexts == {f"feedforward.{i}" for i in range(4)}
+    assert store.any_at_denoiser and store.active_at_denoiser == {f"feedforward.{i}" for i in range(4)}
     assert store.maps_of("cat-toy") == tuple(f"feedforward.{i}" for i in range(4)) and store.maps_of("zqx bolo") == ()
     add("sks", MAPPED)
     store.set_strength("cat-toy", 0.0)
     values = {f"context.{block}.value.{k}of2" for block in ("down1", "mid", "up0") for k in (1, 2)}
-    assert store.active_contexts == values | set(store.maps)
+    assert store.active_at_denoiser == values | set(store.maps)
     store.remove("sks")
-    assert store.has_contexts and not store.active_contexts
+    assert store.any_at_denoiser and not store.active_at_denoiser
     store.remove("cat-toy")
-    assert not store.has_contexts
+    assert not store.any_at_denoiser

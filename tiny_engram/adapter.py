@@ -12,7 +12,7 @@ from torch import nn
 
 from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.mounts import hooks_of, remove_strays
+from tiny_engram.hooks import hooks_of, remove_strays
 
 __all__ = [
     "EngramAdapter",

@@ -1,5 +1,5 @@
 """Context mounts: residuals in what the denoiser's cross-attentions read, at the trigger's positions only; and the maps there. May
-import context_plan, encoded, following, map_mounts, maps, mounts and store; nothing of diffusers.
+import context_plan, encoded, following, hooks, map_mounts, maps, mounts and store; nothing of diffusers.
 
 A pre-hook on each key and value projection puts another tensor in the place of the text states. All of them are made in one pass, once
 for each prompt tensor that the denoiser is given; the steps after that find them by the tensor itself, each those of its timestep.
@@ -21,9 +21,10 @@ from torch import nn
 
 from tiny_engram.context_plan import ContextLayout, Contexts, PlannedContexts
 from tiny_engram.following import FollowingHooks
+from tiny_engram.hooks import CallHook, MountError
 from tiny_engram.map_mounts import MapMounts
 from tiny_engram.maps import GivenMaps
-from tiny_engram.mounts import CallHook, MountError, SpanMount
+from tiny_engram.mounts import EncoderMounts
 
 __all__ = ["ContextMounts"]
 
@@ -69,7 +70,7 @@ class ContextMounts:
     def __init__(
         self,
         places: Mapping[str, tuple[nn.Module, str]],
-        mount: SpanMount,
+        mount: EncoderMounts,
         *,
         attentions: Sequence[Any],
         denoiser: Callable[[], nn.Module | None],
@@ -118,7 +119,7 @@ class ContextMounts:
             MountError: the denoiser was compiled without them, or a module does not take what its hook gives.
         """
         store = self.mount.store
-        self._bring(self._following, bool(self._holders) or store.has_contexts, "context mounts", self._probe)
+        self._bring(self._following, bool(self._holders) or store.any_at_denoiser, "context mounts", self._probe)
         self._bring(self._maps.following, self._maps_held or store.has_maps, "maps", self._maps.probe)
         if not self._following:
             self._entries.clear()
@@ -209,9 +210,9 @@ class ContextMounts:
         self._thread.timestep = self._thread.timesteps = None
         store = self.mount.store
         state = store.version, self.mount.calls
-        if self._verified == state or self._thread.version != store.version or not store.active_contexts:
+        if self._verified == state or self._thread.version != store.version or not store.active_at_denoiser:
             return  # what another thread loads meanwhile is looked at in the next call
-        needed = {place for name in tuple(store.active_contexts) for place in self.layout.places_of(name)}
+        needed = {place for name in tuple(store.active_at_denoiser) for place in self.layout.places_of(name)}
         self._raise_unread(needed)
         self._verified = state
 
@@ -288,7 +289,7 @@ class ContextMounts:
             return NOTHING
         if self._thread.given:
             raise MountError(f"{self._called()} reads other text states than training gave it; take out what changes them on the way")
-        if not self.mount.store.active_contexts:
+        if not self.mount.store.active_at_denoiser:
             return NOTHING
         version = self._version()
         contexts = self._make(tensor)

@@ -6,8 +6,7 @@ and encoders weakly: nothing is kept alive, nothing is added to the module tree.
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
 from tiny_engram.fitting import extend_concept, fit_concept
+from tiny_engram.hooks import MountError
+from tiny_engram.loaded import Loaded, LoadedConcepts
 from tiny_engram.matching import TriggerIndex
-from tiny_engram.mounts import MountError, SpanMount
+from tiny_engram.mounts import EncoderMounts
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport, report_role
 from tiny_engram.residual import Spans
@@ -39,19 +40,11 @@ def _plain(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-@dataclass(slots=True)
-class _Loaded:
-    concept: Concept
-    compiled: Mapping[str, CompiledTrigger]
-    strength: float
-    active: bool = True
-
-
 class EngramAdapter:
     """Concepts on one pipeline; made by `attach(pipe)`.
 
     Attributes:
-        mounts: role -> SpanMount, one for each text encoder.
+        mounts: role -> EncoderMounts, one for each text encoder.
         contexts: role -> ContextMounts, what the denoiser's cross-attentions read of each encoder.
         absent: roles of the family that this pipeline has no encoder for, by design.
     """
@@ -59,17 +52,16 @@ class EngramAdapter:
     def __init__(self, pipe: Any, family: Any) -> None:
         self._pipe = weakref.ref(pipe)
         self.family = family
-        self.mounts: dict[str, SpanMount] = {}
+        self.mounts: dict[str, EncoderMounts] = {}
         self.contexts: dict[str, ContextMounts] = {}
         self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
-        self._concepts: dict[str, _Loaded] = {}
-        self._enabled = True
+        self._loaded = LoadedConcepts()
         self._denoiser = weakref.ref(_plain(getattr(pipe, family.denoiser)))
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
             mount, contexts = mounts_at(pipe, family, spec, denoiser=self._present_denoiser, owner=self)
-            mount.before_contexts = self._check_denoiser
+            mount.check_denoiser = self._check_denoiser
             self.mounts[spec.role], self.contexts[spec.role] = mount, contexts
         self._watch = DenoiserWatch(
             getattr(pipe, family.denoiser), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
@@ -111,7 +103,7 @@ class EngramAdapter:
 
     def detach(self) -> None:
         """Take all hooks out and forget all concepts; the pipeline is as it was before `attach`."""
-        for name in list(self._concepts):
+        for name in list(self._loaded):
             self.unload_concept(name)
         for mount in (*self.mounts.values(), *self.contexts.values()):
             mount.detach()
@@ -124,7 +116,7 @@ class EngramAdapter:
         for name, b, s, n in plan.places:
             places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
         for name, where in places.items():
-            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._concepts[name].strength)
+            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded[name].strength)
 
     def _encoders(self) -> dict[str, tuple[str, Any]]:
         """Role -> (attribute, the encoder that the pipeline has there now)."""
@@ -152,7 +144,7 @@ class EngramAdapter:
 
     def _watched(self) -> list[str]:
         """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
-        places = {name: self._concepts[name].concept.roles.values() for name in self.get_active_concepts()}
+        places = {name: self._loaded[name].concept.roles.values() for name in self.get_active_concepts()}
         return [name for name, roles in places.items() if any(place.mounts.keys() & ENCODER_MOUNTS for place in roles)]
 
     # -- concepts ------------------------------------------------------------------------------------------------------------
@@ -185,7 +177,7 @@ class EngramAdapter:
             )
         concept = source if isinstance(source, Concept) else Concept.load(source)
         strength = checked_strength(strength)
-        name = self._free_name(name or concept.name, rename)
+        name = self._loaded.free_name(name or concept.name, rename)
         compiled = fit_concept(name, concept, self.mounts, {role: at.layout for role, at in self.contexts.items()}, trigger)
         if any(place.maps or place.mounts.keys() - ENCODER_MOUNTS for place in concept.roles.values()):
             self._check_denoiser()
@@ -206,54 +198,28 @@ class EngramAdapter:
                 self.mounts[role].store.remove(name)
                 self.contexts[role].settle()
             raise
-        self._concepts[name] = _Loaded(concept, compiled, strength)
+        self._loaded[name] = Loaded(concept, compiled, strength)
         self._refresh(name)
         return name
-
-    def _free_name(self, name: str, rename: bool) -> str:
-        if name not in self._concepts:
-            return name
-        if not rename:
-            raise TinyEngramError(f"concept {name!r} is already loaded; give name='another', rename=True, or unload it first")
-        return next(f"{name}-{k}" for k in range(2, len(self._concepts) + 3) if f"{name}-{k}" not in self._concepts)
-
-    def _known(self, name: str) -> _Loaded:
-        if name not in self._concepts:
-            raise TinyEngramError(f"no concept {name!r}; known: {', '.join(map(repr, self._concepts)) or 'none loaded'}")
-        return self._concepts[name]
 
     def _refresh(self, *names: str) -> None:
         """Bring the mounts in line with what these concepts' switches say."""
         for name in names:
-            loaded = self._concepts[name]
             for mount in self.mounts.values():
-                mount.store.set_strength(name, loaded.strength if loaded.active and self._enabled else 0.0)
+                mount.store.set_strength(name, self._loaded.strength_now(name))
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
         """Make exactly these concepts active; strengths None keeps each one's own. Unknown names raise and list the known ones."""
-        names = [names] if isinstance(names, str) else list(names)
-        loaded = [self._known(name) for name in names]
-        if strengths is None:
-            values = [entry.strength for entry in loaded]
-        elif isinstance(strengths, Iterable):
-            values = [checked_strength(value) for value in strengths]
-        else:
-            values = [checked_strength(strengths)] * len(names)
-        if len(values) != len(names):
-            raise TinyEngramError(f"{len(values)} strengths for {len(names)} concepts, expected one each")
-        for entry in self._concepts.values():
-            entry.active = False
-        for entry, value in zip(loaded, values, strict=True):
-            entry.active, entry.strength = True, value
-        self._refresh(*self._concepts)
+        self._loaded.choose([names] if isinstance(names, str) else list(names), strengths)
+        self._refresh(*self._loaded)
 
     def set_strength(self, name: str, value: float) -> None:
         """Strength of one concept. 0 is bit-identical to the base.
 
         Takes effect at the next encode; at context mounts already at the denoiser's next call, also for embeddings that were kept.
         """
-        self._known(name).strength = checked_strength(value)
+        self._loaded[name].strength = checked_strength(value)
         self._refresh(name)
 
     def enable_concepts(self) -> None:
@@ -265,42 +231,41 @@ class EngramAdapter:
         self._switch(False)
 
     def _switch(self, enabled: bool) -> None:
-        self._enabled = enabled
-        self._refresh(*self._concepts)
+        self._loaded.enabled = enabled
+        self._refresh(*self._loaded)
 
     def unload_concept(self, name: str | None = None) -> None:
         """Remove one concept, or all of them; the base is bit-identical again."""
-        for each in list(self._concepts) if name is None else [name]:
-            self._known(each)
+        for each in list(self._loaded) if name is None else [name]:
+            self._loaded.require(each)
             for role, mount in self.mounts.items():
                 mount.store.remove(each)
                 self.contexts[role].settle()
-            del self._concepts[each]
+            del self._loaded[each]
         self._watch.changed()
 
     def delete_concept(self, names: str | Sequence[str]) -> None:
         """Remove the named concepts, all or none: an unknown name raises before anything is removed."""
         names = [names] if isinstance(names, str) else list(names)
-        for name in names:
-            self._known(name)
+        self._loaded.require(*names)
         for name in dict.fromkeys(names):
             self.unload_concept(name)
 
     def get_list_concepts(self) -> list[str]:
         """Names of all loaded concepts, in the order of loading."""
-        return list(self._concepts)
+        return list(self._loaded)
 
     def get_active_concepts(self) -> list[str]:
         """Names of the concepts that can fire: enabled, active, strength not 0."""
-        return [name for name, entry in self._concepts.items() if self._enabled and entry.active and entry.strength != 0.0]
+        return self._loaded.active()
 
     def concept(self, name: str) -> Concept:
         """A loaded concept."""
-        return self._known(name).concept
+        return self._loaded[name].concept
 
     def strength(self, name: str) -> float:
         """A loaded concept's own strength, whether it is active or not."""
-        return self._known(name).strength
+        return self._loaded[name].strength
 
     # -- registering and training --------------------------------------------------------------------------------------------
 
@@ -381,13 +346,12 @@ class EngramAdapter:
         negatives = [] if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else negative_prompt
         pairs += [(text, True) for text in negatives]
         active = self.get_active_concepts()
-        strengths = {name: self._concepts[name].strength for name in active}
+        strengths = {name: self._loaded[name].strength for name in active}
         found = []
         for text, negative in pairs:
             for role, mount in self.mounts.items():
-                silent = {
-                    name: (entry.compiled[role], self._why_off(entry)) for name, entry in self._concepts.items() if name not in strengths
-                }
+                off = [name for name in self._loaded if name not in strengths]
+                silent = {name: (self._loaded[name].compiled[role], self._loaded.why_off(name)) for name in off}
                 converted = self.pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(self.pipe, "maybe_convert_prompt") else text
                 found.append(
                     explain_prompt(
@@ -403,8 +367,3 @@ class EngramAdapter:
                     )
                 )
         return Explanation(tuple(found))
-
-    def _why_off(self, entry: _Loaded) -> str:
-        if not self._enabled:
-            return "all concepts are disabled (enable_concepts)"
-        return "strength is 0" if entry.active else "not among the active concepts (set_concepts)"

@@ -10,14 +10,14 @@ from tiny_engram.concept import Concept, RoleRows
 from tiny_engram.context_plan import ContextLayout
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import mounts_in_words
-from tiny_engram.mounts import SpanMount
+from tiny_engram.mounts import EncoderMounts
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
 __all__ = ["extend_concept", "fit_concept"]
 
 
 def fit_concept(
-    name: str, concept: Concept, mounts: Mapping[str, SpanMount], layouts: Mapping[str, ContextLayout], trigger: str | None = None
+    name: str, concept: Concept, mounts: Mapping[str, EncoderMounts], layouts: Mapping[str, ContextLayout], trigger: str | None = None
 ) -> dict[str, CompiledTrigger]:
     """The concept's token sequences at every encoder, by role. `layouts` says, by role, what each place of the denoiser reads.
 
@@ -48,7 +48,7 @@ def fit_concept(
     return compiled
 
 
-def _fit_role(name: str, concept: Concept, mount: SpanMount, trigger: str | None) -> CompiledTrigger:
+def _fit_role(name: str, concept: Concept, mount: EncoderMounts, trigger: str | None) -> CompiledTrigger:
     """The concept's token sequences at one encoder, in the order of its rows.
 
     The trigger's text is tokenised again and compared with what the file says. `trigger` puts another text in its place, which

@@ -1,4 +1,4 @@
-"""Hooks on what stands at a place now, whoever put it there. May import mounts.
+"""Hooks on what stands at a place now, whoever put it there. May import hooks.
 
 PEFT and others put layers of their own where a module was; a hook that is to see what is called has to move there.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiny_engram.mounts import CallHook
+from tiny_engram.hooks import CallHook
 
 __all__ = ["FollowingHooks"]
 

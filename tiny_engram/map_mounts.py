@@ -1,4 +1,4 @@
-"""Maps on a denoiser: hooks that read a cross-attention and add what fires there. May import following, maps, mount_names and mounts.
+"""Maps on a denoiser: hooks that read a cross-attention and add what fires there. May import following, hooks, maps and mount_names.
 
 What fires is told from outside, at the moment when the attention's key projection reads the text states.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tiny_engram.following import FollowingHooks
+from tiny_engram.hooks import MountError
 from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedforward
-from tiny_engram.mounts import MountError
 
 __all__ = ["MapMounts"]
 

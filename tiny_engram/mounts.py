@@ -1,8 +1,5 @@
-"""Hooks that carry concepts into one encoder, and out again. Nothing of diffusers; may import encoded, input_mount, second_pass,
+"""What carries concepts into one encoder, and out again. Nothing of diffusers; may import encoded, hooks, input_mount, second_pass,
 store and what is below.
-
-Hooks are plain callables in torch's hook dictionaries, never modules: the encoder's module tree and state dict stay as they were. A
-hook that finds itself on another module (a deep copy, an unpickled encoder) has lost its concepts and says so.
 """
 
 import threading
@@ -16,105 +13,12 @@ from torch import nn
 
 from tiny_engram.config import INPUT, SPAN
 from tiny_engram.encoded import EncodedPrompts
-from tiny_engram.errors import TinyEngramError
+from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
 from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_last_hidden_state
 from tiny_engram.store import ConceptStore, Fired, Plan
 
-__all__ = ["CallHook", "HookSet", "MountError", "SpanMount", "remove_strays"]
-
-
-class MountError(TinyEngramError):
-    """A mount that cannot do its work: what the pipeline consumes would not hold the concepts."""
-
-
-class CallHook:
-    """One entry in a module's hook dictionary. `strict` hooks raise on a module that is not theirs, others stay silent there."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any], owner: Any, *, pre: bool, strict: bool, always: bool = False) -> None:
-        self._module = weakref.ref(module)
-        self._call: Callable[..., Any] | None = call
-        self.owner = owner
-        self.pre, self.strict, self.always = pre, strict, always
-        self._handle: Any = None
-
-    @torch.compiler.disable  # what a hook does depends on the prompt: it runs outside the graph
-    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        if self._call is not None and self._module() is module:
-            return self._call(*arguments)
-        if self.strict:
-            raise MountError(
-                f"this {type(module).__name__} is a copy of a module with concepts attached, and the copy has none; "
-                "call tiny_engram.attach on its pipeline (and load the concepts there) or detach before copying"
-            )
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CallHook":
-        return self._stray(self.strict, self.pre)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CallHook._stray, (self.strict, self.pre)
-
-    @staticmethod
-    def _stray(strict: bool, pre: bool) -> "CallHook":
-        """A hook without module and owner, as copies and pickles get."""
-        hook = CallHook.__new__(CallHook)
-        hook._module, hook._call, hook.owner, hook._handle = (lambda: None), None, None, None
-        hook.pre, hook.strict, hook.always = pre, strict, False
-        return hook
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module that the hook is for, if it is still there."""
-        return self._module()
-
-    @property
-    def attached(self) -> bool:
-        """Is the hook still in its module's dictionary?"""
-        module = self._module()
-        return module is not None and any(hook is self for hook in _hooks(module, self.pre).values())
-
-    def attach(self) -> None:
-        """Put the hook (back) into its module's dictionary; nothing happens if it is there."""
-        module = self._module()
-        if module is None or self.attached:
-            return
-        hook: Any = self
-        if self.pre:
-            self._handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-        else:
-            self._handle = module.register_forward_hook(hook, with_kwargs=True, always_call=self.always)
-
-    def detach(self) -> None:
-        """Take the hook out of its module's dictionary."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-
-def _hooks(module: nn.Module, pre: bool) -> dict[int, Any]:
-    return module._forward_pre_hooks if pre else module._forward_hooks
-
-
-def hooks_of(module: nn.Module) -> list[CallHook]:
-    """Our hooks on a module and its children."""
-    return [h for m in module.modules() for pre in (True, False) for h in _hooks(m, pre).values() if isinstance(h, CallHook)]
-
-
-def remove_strays(module: nn.Module) -> int:
-    """Remove hooks that a copy or a pickle left behind; returns how many."""
-    count = 0
-    for child in module.modules():
-        for hooks, with_kwargs in (
-            (child._forward_pre_hooks, child._forward_pre_hooks_with_kwargs),
-            (child._forward_hooks, child._forward_hooks_with_kwargs),
-        ):
-            for key in [k for k, hook in hooks.items() if isinstance(hook, CallHook) and hook._module() is not child]:
-                del hooks[key]
-                with_kwargs.pop(key, None)
-                child._forward_hooks_always_called.pop(key, None)
-                count += 1
-    return count
+__all__ = ["EncoderMounts"]
 
 
 class _Call(threading.local):
@@ -131,28 +35,7 @@ class _Call(threading.local):
         self.moved: dict[int, tuple[Fired, ...]] = {}
 
 
-class HookSet:
-    """What owns `hooks` that come and go together."""
-
-    hooks: list[CallHook]
-
-    @property
-    def attached(self) -> bool:
-        """Are all hooks still registered?"""
-        return all(hook.attached for hook in self.hooks)
-
-    def attach(self) -> None:
-        """Register the hooks that are not."""
-        for hook in self.hooks:
-            hook.attach()
-
-    def detach(self) -> None:
-        """Remove them; the modules are as they were."""
-        for hook in self.hooks:
-            hook.detach()
-
-
-class SpanMount(HookSet):
+class EncoderMounts(HookSet):
     """Adds what fires in a prompt to an encoder's states: at the mount `input`, and the residual at the mount `span` after it.
 
     Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
@@ -166,7 +49,7 @@ class SpanMount(HookSet):
         encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
         calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
         on_fire: told (role, plan) of each call in which a trigger fires.
-        before_contexts: called before a prompt is encoded while a concept is active at the denoiser.
+        check_denoiser: called before a prompt is encoded while a concept is active at the denoiser.
         seconds: spent in the hooks.
     """
 
@@ -185,7 +68,7 @@ class SpanMount(HookSet):
         self.tokenizer = tokenizer
         self.encoded = EncodedPrompts()
         self.on_fire: Callable[[str, Plan], None] | None = None
-        self.before_contexts: Callable[[], None] | None = None
+        self.check_denoiser: Callable[[], None] | None = None
         self.calls = self.prompts = 0
         self.seconds = 0.0
         self._module = weakref.ref(module)
@@ -232,8 +115,8 @@ class SpanMount(HookSet):
                 raise MountError(
                     f"the encoder of role {self.role!r} was called without input_ids; concepts need token ids: pass them, or detach"
                 )
-            if self.store.active_contexts and self.before_contexts is not None:
-                self.before_contexts()
+            if self.store.active_at_denoiser and self.check_denoiser is not None:
+                self.check_denoiser()
             state.ids = ids = ids.reshape(-1, ids.shape[-1])
             self.prompts += len(ids)
             plan = self.store.plan_at((SPAN,), ids)
@@ -315,7 +198,7 @@ class SpanMount(HookSet):
 
     def _apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """All residuals, one pass per shape of concept; spans never overlap, so the order does not matter."""
-        plan, ids, noted = self._state.plan, self._state.ids, self.store.has_contexts
+        plan, ids, noted = self._state.plan, self._state.ids, self.store.any_at_denoiser
         if ids is None or not (plan or noted):
             return hidden
         expected = (*ids.shape, self.store.width)

@@ -10,7 +10,8 @@ import torch
 
 from tiny_engram.concept import Concept
 from tiny_engram.config import INPUT, SPAN
-from tiny_engram.mounts import MountError, SpanMount
+from tiny_engram.hooks import MountError
+from tiny_engram.mounts import EncoderMounts
 from tiny_engram.triggers import compile_trigger
 
 __all__ = ["probe"]
@@ -18,7 +19,7 @@ __all__ = ["probe"]
 WORD, PROMPT = "cat", "a photo of a cat on a table"
 
 
-def probe(pipe: Any, family: Any, mounts: Mapping[str, SpanMount]) -> None:
+def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
     """Encode one prompt without and with a concept on its word "cat" and compare what the denoiser would get.
 
     Each role is probed alone, and each of its mounts at the encoder. Leaves no trace: stores, call counts, modes and random state are
@@ -60,7 +61,7 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, SpanMount]) -> None:
         )
 
 
-def _add_probe(mount: SpanMount, at: str) -> tuple[int, int]:
+def _add_probe(mount: EncoderMounts, at: str) -> tuple[int, int]:
     """Put the probe concept into the mount's (empty) store, with rows at `at`; returns where it must fire."""
     tokenizer = mount.tokenizer
     compiled = compile_trigger(WORD, tokenizer, compressed=mount.store.compressed)

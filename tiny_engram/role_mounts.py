@@ -11,8 +11,9 @@ from typing import Any
 from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
 from tiny_engram.config import ConceptConfig
 from tiny_engram.contexts import ContextMounts
+from tiny_engram.hooks import MountError
 from tiny_engram.mount_names import choose_maps, choose_mounts, every_mount
-from tiny_engram.mounts import MountError, SpanMount
+from tiny_engram.mounts import EncoderMounts
 from tiny_engram.store import ConceptStore
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import without_added_tokens
@@ -55,7 +56,7 @@ def maps_at(attentions: Sequence[Any]) -> dict[str, int]:
     return found
 
 
-def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any], owner: Any) -> tuple[SpanMount, ContextMounts]:
+def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any], owner: Any) -> tuple[EncoderMounts, ContextMounts]:
     """The span mount and the context mounts of one of the family's encoders, with an empty store; no hook is registered yet.
 
     Args:
@@ -73,7 +74,7 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
     scheduler = pipe.scheduler
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-    mount = SpanMount(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm)
+    mount = EncoderMounts(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm)
     present = weakref.ref(pipe)
 
     def training_timesteps() -> int:
@@ -92,7 +93,7 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
 
 
 def asked_of(
-    config: ConceptConfig, mounts: Mapping[str, SpanMount]
+    config: ConceptConfig, mounts: Mapping[str, EncoderMounts]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[int, int]]]]:
     """What a config asks for, by role: names of mounts, and (rank, channels) of maps by name.
 

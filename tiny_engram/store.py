@@ -52,8 +52,8 @@ class _Member:
     strength: float
 
     @property
-    def contexts(self) -> list[str]:
-        """What it has at the denoiser: context mounts and maps."""
+    def at_denoiser(self) -> list[str]:
+        """Its context mounts and maps."""
         return [m for m in self.mounts if m not in ENCODER_MOUNTS] + list(self.maps)
 
 
@@ -168,7 +168,7 @@ class ConceptStore:
         return sum(table.nbytes for table in {id(bank.table): bank.table for bank in self._banks.values()}.values())
 
     @property
-    def has_contexts(self) -> bool:
+    def any_at_denoiser(self) -> bool:
         """Does any loaded concept have context mounts or maps, silent or not?"""
         return bool(self._loaded)
 
@@ -183,7 +183,7 @@ class ConceptStore:
         return tuple(m for m in self.mounts if m not in ENCODER_MOUNTS)
 
     @property
-    def active_contexts(self) -> KeysView[str]:
+    def active_at_denoiser(self) -> KeysView[str]:
         """Context mounts at which a concept that is not silent has rows, and the names of such concepts' maps."""
         return self._active.keys()
 
@@ -245,7 +245,7 @@ class ConceptStore:
                 self._drop_empty_banks()
                 raise
             member = self._members[name] = _Member(held, dict(maps or {}), 0.0)
-            _count(self._loaded, member.contexts, 1)
+            _count(self._loaded, member.at_denoiser, 1)
             self.set_strength(name, strength)
             return moved
 
@@ -254,9 +254,9 @@ class ConceptStore:
         with self.index.lock:
             self.index.remove(name)
             member = self._members.pop(name)
-            _count(self._loaded, member.contexts, -1)
+            _count(self._loaded, member.at_denoiser, -1)
             if member.strength != 0.0:
-                _count(self._active, member.contexts, -1)
+                _count(self._active, member.at_denoiser, -1)
             for held in member.mounts.values():
                 held.bank.remove(name)
             self._drop_empty_banks()
@@ -269,7 +269,7 @@ class ConceptStore:
         """0 makes the concept silent: as if it were not loaded."""
         with self.index.lock:
             member = self._members[name]
-            _count(self._active, member.contexts, (strength != 0.0) - (member.strength != 0.0))
+            _count(self._active, member.at_denoiser, (strength != 0.0) - (member.strength != 0.0))
             member.strength = strength
             self.index.set_silent(name, strength == 0.0)
             self.version += 1

@@ -1,4 +1,4 @@
-"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import contexts, encoded and mounts."""
+"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import contexts, encoded, hooks and mounts."""
 
 import time
 import warnings
@@ -10,7 +10,8 @@ from torch import nn
 
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.encoded import count_prompts
-from tiny_engram.mounts import CallHook, HookSet, MountError, SpanMount
+from tiny_engram.hooks import CallHook, HookSet, MountError
+from tiny_engram.mounts import EncoderMounts
 
 __all__ = ["DenoiserWatch"]
 
@@ -27,7 +28,7 @@ class DenoiserWatch(HookSet):
     def __init__(
         self,
         denoiser: nn.Module,
-        mounts: Mapping[str, SpanMount],
+        mounts: Mapping[str, EncoderMounts],
         contexts: Mapping[str, ContextMounts],
         *,
         owner: Any,
@@ -56,7 +57,7 @@ class DenoiserWatch(HookSet):
             contexts.begin(kwargs["timestep"] if "timestep" in kwargs else args[1] if len(args) > 1 else None)
         if self._names is None:
             self._names = self._active()
-        if self._names or any(mount.store.active_contexts for mount in self._mounts.values()):
+        if self._names or any(mount.store.active_at_denoiser for mount in self._mounts.values()):
             self._check(kwargs["encoder_hidden_states"] if "encoder_hidden_states" in kwargs else args[2] if len(args) > 2 else None)
         self.seconds += time.perf_counter() - begin
 

@@ -12,7 +12,7 @@ import tiny_engram
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.mounts import MountError
+from tiny_engram.hooks import MountError
 from tiny_engram.training import loop, objective, train
 from tiny_engram.training.checkpoint import load_checkpoint
 from tiny_engram.training.data import scan_folder
