@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache
 
 from tiny_engram.llm import EngramConfig, EngramLayers
 
@@ -150,6 +150,61 @@ class Noted:
 @pytest.fixture(scope="session")
 def note() -> type[Noted]:
     return Noted
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+class Checked:
+    """A model with Engram, and how far its own ways of computing a text are apart without."""
+
+    def __init__(self, model: Any, engrams: EngramLayers, noted: Noted) -> None:
+        self.model, self.engrams, self.noted = model, engrams, noted
+
+    def cache(self, kind: str = "dynamic") -> Any:
+        """An empty cache for this model; a static one has room for 24 tokens."""
+        config = self.model.config
+        return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=24)
+
+    def in_parts(self, ids: torch.Tensor, sizes: list[int], cache: Any) -> torch.Tensor:
+        """Logits ``[B, T, V]`` of a text that comes in parts of these sizes."""
+        assert sum(sizes) == ids.shape[1]
+        return torch.cat([self.model(part, cache=cache).logits for part in ids.split(sizes, dim=1)], dim=1)
+
+    def near(self, found: torch.Tensor, expected: torch.Tensor, share: float = 2e-5) -> bool:
+        """Are two ways of computing the same logits within this share of the largest?"""
+        return apart(found, expected) < share * float(expected.abs().max())
+
+    def same(self, full: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Both ways (functions of nothing, which give logits) agree: hash ids to the bit, logits as far as the base's own do."""
+        self.noted.taken()
+        with_engram = full()
+        ids = self.noted.taken()
+        found = other()
+        again = self.noted.taken()
+        assert again.keys() == ids.keys() == set(self.engrams.layers)
+        for layer, rows in again.items():
+            assert torch.equal(rows, ids[layer]), f"hash ids of layer {layer}"
+        self.engrams.enabled = False
+        base = full()
+        allowed = max(2 * apart(other(), base), 2e-5 * float(base.abs().max()))
+        self.engrams.enabled = True
+        assert apart(found, with_engram) <= allowed
+        assert apart(with_engram, base) > 100 * allowed  # it is not as if Engram did nothing
+        return with_engram
+
+
+@pytest.fixture
+def checked(build, attach, note) -> Callable[..., Checked]:
+    """checked(kind, form, branches, **config): such a model, and its Engram."""
+
+    def make(kind: str = "llama", form: str = "paper", branches: int = 1, **options: Any) -> Checked:
+        model = build(kind)
+        engrams = attach(model, form=form, branches=branches, **options)
+        return Checked(model, engrams, note(engrams))
+
+    return make
 
 
 @pytest.fixture
