@@ -41,6 +41,14 @@ def library(workspace):
     return Library(workspace)
 
 
+@pytest.fixture
+def tray(workspace):
+    """The Teach tab's, empty."""
+    from tiny_engram.studio.ui.teach_tray import Tray
+
+    return Tray(workspace)
+
+
 @pytest.fixture(scope="session")
 def picture_bytes():
     """picture_bytes(seed=0, side=64, format="PNG", **options) -> an encoded picture of noise."""
