@@ -72,7 +72,7 @@ def plans(seeds: int) -> list[Plan]:
     found = []
     for seed in range(seeds):
         found += [Plan("plain", 0.0, seed)]
-        found += [Plan("table", share, seed) for share in (0.1, 0.2, 0.4, 0.6)]
+        found += [Plan("table", share, seed) for share in (0.05, 0.1, 0.2, 0.4, 0.6)]
         found += [Plan("size-1", 0.2, seed), Plan("hot", 0.2, seed)]
     return found
 
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=8, help="evaluations")
     parser.add_argument("--workers", type=int, default=1, help="processes on the one device")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="", help="kinds, with commas")
+    parser.add_argument("--only", default="", help="kinds or runs, with commas: plain,table-0.10-2")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.workers > 1 and args.worker is None:
@@ -306,7 +306,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
     data = Data(args.folder, device)
-    asked = [plan for plan in plans(args.seeds) if not args.only or plan.kind in args.only.split(",")]
+    kinds = args.only.split(",") if args.only else None
+    asked = [plan for plan in plans(args.seeds) if kinds is None or {plan.kind, plan.name} & {*kinds}]
+    asked = [plan for plan in asked if not (args.out / f"{plan.name}.json").exists()]
     for plan in asked[args.worker or 0 :: args.workers]:
         path = args.out / f"{plan.name}.json"
         if path.exists():
