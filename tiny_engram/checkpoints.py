@@ -7,7 +7,7 @@ could find. May import torch, safetensors, errors and files.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import sync_folder, write_atomically
 
-__all__ = ["PREFIX", "CheckpointError", "find_checkpoint", "list_checkpoints", "load_checkpoint", "write_checkpoint"]
+__all__ = ["PREFIX", "CheckpointError", "find_checkpoint", "list_checkpoints", "load_checkpoint", "refuse_another_run", "write_checkpoint"]
 
 PREFIX, STATE, TENSORS = "checkpoint-", "state.json", "state.safetensors"
 
@@ -99,3 +99,16 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: cannot read the checkpoint ({reason}); resume from an older one, or start anew") from error
+
+
+def refuse_another_run(folder: Path, steps_done: int, max_train_steps: int, same: Iterable[tuple[str, object, object]]) -> None:
+    """Whether a run may go on from a checkpoint. Raises TinyEngramError if not.
+
+    Args:
+        same: (name, what the checkpoint's run had, what this one has) of all that they must have in common.
+    """
+    for name, before, now in same:
+        if before != now:
+            raise TinyEngramError(f"{folder}: its {name} is {before!r}, expected {now!r}; resume with what it was made for")
+    if steps_done > max_train_steps:
+        raise TinyEngramError(f"{folder}: it has done {steps_done} steps, and max_train_steps is {max_train_steps}; raise that to go on")

@@ -197,7 +197,7 @@ def test_job_json_is_plain(store, taught, few_steps):
 
 
 def test_whole_checkpoints_are_told_from_others_as_training_does(tmp_path):
-    from tiny_engram.training.checkpoint import list_checkpoints
+    from tiny_engram.checkpoints import list_checkpoints
 
     for name in ("checkpoint-3", "checkpoint-20", "checkpoint-x", "checkpoint-50.old", ".checkpoint-60.7.tmp", "damaged-checkpoint-70"):
         (tmp_path / "output" / name).mkdir(parents=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.studio.errors import StudioError
@@ -22,7 +23,6 @@ from tiny_engram.studio.library import Library
 from tiny_engram.studio.runner import Runner
 from tiny_engram.studio.worker import Stop, process_started, teach
 from tiny_engram.studio.workspace import Workspace, read_json
-from tiny_engram.training.checkpoint import load_checkpoint
 
 # What an app does with jobs, in a process that a test can kill.
 APP = """

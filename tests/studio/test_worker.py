@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.studio.job_folder import CANCEL, PAUSE, hold, read_state, stopped_at
 from tiny_engram.studio.worker import Stop, main, newest_checkpoint, teach
-from tiny_engram.training.checkpoint import load_checkpoint
 
 
 class StopAt(Stop):

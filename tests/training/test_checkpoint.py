@@ -8,7 +8,8 @@ import tempfile
 import pytest
 import torch
 
-from tiny_engram.training.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, save_checkpoint
+from tiny_engram.checkpoints import CheckpointError, find_checkpoint, load_checkpoint
+from tiny_engram.training.checkpoint import save_checkpoint
 
 STATE = {"step": 1, "losses": [0.1, 1 / 3], "config": {"trigger": "zqx"}}
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 import tiny_engram
 from tiny_engram import demo
 from tiny_engram.adapter import find_adapter
+from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.training import loop, objective, train
-from tiny_engram.training.checkpoint import load_checkpoint
 from tiny_engram.training.collages import collage, draw_collages, rewritten
 from tiny_engram.training.config import COMPANIONS, TrainConfig
 from tiny_engram.training.data import DataError, scan_folder

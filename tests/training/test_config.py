@@ -95,8 +95,7 @@ def test_templates_without_the_trigger_are_refused(field):
 def test_json_round_trip():
     config = make(aliases=("zqxs",), validation_seeds=(1, 2), rho=0.5)
     data = json.loads(json.dumps(config.to_dict()))
-    again = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
-    assert again == config and set(data) == {f.name for f in dataclasses.fields(TrainConfig)}
+    assert TrainConfig.from_dict(data) == config and set(data) == {f.name for f in dataclasses.fields(TrainConfig)}
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear"])

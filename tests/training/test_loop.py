@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 import tiny_engram
 from tiny_engram.adapter import find_adapter
+from tiny_engram.checkpoints import find_checkpoint, load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.quantization import quantize
 from tiny_engram.training import loop, train
-from tiny_engram.training.checkpoint import find_checkpoint, load_checkpoint
 from tiny_engram.training.rows import ConceptRows
 
 PROMPTS = ("a {trigger}", "the {trigger} by night")

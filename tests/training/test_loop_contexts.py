@@ -9,12 +9,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import tiny_engram
+from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import MountError
+from tiny_engram.run_setup import frozen
 from tiny_engram.training import loop, objective, train
-from tiny_engram.training.checkpoint import load_checkpoint
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.rows import ConceptRows
 
@@ -64,7 +65,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     said: list[tuple] = []
     handle = pipe.unet.register_forward_hook(lambda module, args, output: said.append((args, output[0])))
     contexts = adapter.contexts["clip_l"]
-    with loop._frozen(pipe.unet), contexts.held():
+    with frozen(pipe.unet), contexts.held():
         loop.denoising_loss(pipe, module, contexts, data, draws, options).backward()
     handle.remove()
     assert all(p.grad is not None and p.grad.flatten(1).ne(0).any(1).all() for p in module.parameters())

@@ -1,7 +1,7 @@
 """Teaching Engram layers of a frozen causal LM from text.
 
 Needs the `train` extra (accelerate). `train_lm(model, tokenizer, config)` is the one entry; the rest is what it is made of. May import
-the core, tiny_engram.llm and what tiny_engram.training has for runs of every kind.
+the core, what training runs share (run_config, run_setup, checkpoints) and tiny_engram.llm.
 """
 
 from importlib import import_module

@@ -1,24 +1,19 @@
 """Everything a run of train-lm is told, in one frozen object. Names follow diffusers' and transformers' scripts. Imports no torch."""
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tiny_engram.config import BLOCK, JsonConfig
-from tiny_engram.errors import ConfigError
-from tiny_engram.training.config import SCHEDULES, TRACKERS, rate_at
+from tiny_engram.config import BLOCK
+from tiny_engram.run_config import RunConfig, is_number
 
 if TYPE_CHECKING:
     from tiny_engram.llm import EngramConfig
 
 __all__ = ["LMTrainConfig"]
 
-_WHOLE_FROM_1 = ("heads", "block_size", "train_batch_size", "max_train_steps", "gradient_accumulation_steps", "max_validation_samples")
-_WHOLE_FROM_0 = ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LMTrainConfig(JsonConfig):
+class LMTrainConfig(RunConfig):
     """Engram layers that read all n-grams, taught from text in front of a frozen causal LM.
 
     Attributes:
@@ -72,55 +67,29 @@ class LMTrainConfig(JsonConfig):
     report_to: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        def check(ok: bool, field: str, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}, expected {expected}")
-
-        def whole(value: Any, low: int) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-        def number(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-        for field, kind in (("train_file", str), ("validation_file", str), ("layers", int)):
-            value = getattr(self, field)
-            value = tuple(value) if isinstance(value, list) else value
-            check(isinstance(value, tuple) and all(type(each) is kind for each in value), field, f"a tuple of {kind.__name__}")
-            object.__setattr__(self, field, value)
+        self._check_run()
+        self._check_tuples(str, "train_file", "validation_file")
+        self._check_tuples(int, "layers")
+        check = self._check
         check(len(self.train_file) > 0, "train_file", "one or more text files or folders of them")
         distinct = len(set(self.layers)) == len(self.layers) > 0
         check(distinct and min(self.layers) >= 0, "layers", "one or more different layers, counted from 0")
-        for field in _WHOLE_FROM_1:
-            check(whole(getattr(self, field), 1), field, "a whole number from 1")
-        for field in _WHOLE_FROM_0:
-            check(whole(getattr(self, field), 0), field, "a whole number from 0")
-        for field in ("max_ngram", "rows", "block_size"):
-            check(whole(getattr(self, field), 2), field, "a whole number from 2")
-        check(whole(self.head_dim, 1) and self.head_dim % BLOCK == 0, "head_dim", f"a multiple of {BLOCK}, the values of one scale")
+        self._check_whole(1, "heads", "max_validation_samples")
+        self._check_whole(2, "max_ngram", "rows", "block_size")
+        whole = isinstance(self.head_dim, int) and self.head_dim >= 1
+        check(whole and self.head_dim % BLOCK == 0, "head_dim", f"a multiple of {BLOCK}, the values of one scale")
         check(self.form in ("paper", "v41"), "form", "paper or v41")
-        for field in ("learning_rate", "table_learning_rate", "max_grad_norm"):
-            value = getattr(self, field)
-            fits = field == "table_learning_rate" if value is None else number(value) and value > 0
-            check(fits, field, "a number above 0")
-        check(number(self.adam_weight_decay) and self.adam_weight_decay >= 0, "adam_weight_decay", "a number from 0")
-        check(number(self.adam_beta2) and 0 <= self.adam_beta2 < 1, "adam_beta2", "a share from 0 to below 1")
+        if self.table_learning_rate is not None:
+            self._check_above_0("table_learning_rate")
+        check(is_number(self.adam_weight_decay) and self.adam_weight_decay >= 0, "adam_weight_decay", "a number from 0")
         split = self.validation_split_percentage
-        check(number(split) and 0 <= split <= 50, "validation_split_percentage", "a number from 0 to 50")
-        check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
-        check(self.mixed_precision in ("no", "fp16", "bf16"), "mixed_precision", "no, fp16 or bf16")
+        check(is_number(split) and 0 <= split <= 50, "validation_split_percentage", "a number from 0 to 50")
         check(isinstance(self.gradient_checkpointing, bool), "gradient_checkpointing", "True or False")
-        check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
-        limit = self.checkpoints_total_limit
-        check(limit is None or whole(limit, 1), "checkpoints_total_limit", "a whole number from 1")
 
     @property
     def table_rate(self) -> float:
         """The rows' learning rate."""
         return 5 * self.learning_rate if self.table_learning_rate is None else self.table_learning_rate
-
-    def rate(self, step: int) -> float:
-        """Factor of the learning rates at a step, counted from 0."""
-        return rate_at(step, self.max_train_steps, self.lr_scheduler, self.lr_warmup_steps)
 
     def engram_config(self, end_id: int) -> "EngramConfig":
         """What the layers are made with.

@@ -8,14 +8,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType
 from tqdm.auto import tqdm
 
 from tiny_engram.checkpoints import PREFIX, find_checkpoint, write_checkpoint
@@ -24,6 +24,7 @@ from tiny_engram.files import check_writable, write_atomically
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.llm.engram_layers import CONFIG_FILE
+from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
 
 from .card import model_card
 from .config import LMTrainConfig
@@ -89,7 +90,8 @@ def train_lm(
         raise TinyEngramError(f"accelerate is set up for {kind.value}: expected one process, or several with the whole model on each")
     if accelerator.num_processes > 1 and device != accelerator.device:
         model.to(accelerator.device)
-    with _frozen(model, decoder.layers, config.gradient_checkpointing):
+    recomputed = _recomputed(model, decoder.layers) if config.gradient_checkpointing else nullcontext()
+    with frozen(model), recomputed:
         with torch.random.fork_rng(devices=()):  # modules draw their first values before their own are drawn by the config's seed
             engrams = EngramLayers.attach(model, config.engram_config(end_token(tokenizer)), tokenizer)
         try:
@@ -101,40 +103,22 @@ def train_lm(
 def _accelerator(config: LMTrainConfig, output: Path, device: torch.device) -> Accelerator:
     if config.mixed_precision == "fp16" and device.type == "cpu":  # whose small gradients nothing would scale
         raise TinyEngramError("mixed_precision 'fp16' cannot be used here: the model is on a CPU; pass bf16 or no, or --device cuda")
-    try:
-        # Passes of a step are added up here: what each is divided by depends on the tokens of all of them.
-        return Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision=config.mixed_precision,
-            log_with=None if config.report_to == "none" else config.report_to,
-            project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise TinyEngramError(f"mixed_precision {config.mixed_precision!r} cannot be used here ({reason})") from error
+    # Passes of a step are added up here: what each is divided by depends on the tokens of all of them.
+    return accelerator_for(config, output, cpu=device.type == "cpu")
 
 
 @contextmanager
-def _frozen(model: Any, layers: Any, checkpointing: bool) -> Iterator[None]:
-    """The model in eval mode and without gradients, its layers computed again where asked; every flag is put back afterwards."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
+def _recomputed(model: Any, layers: Any) -> Iterator[None]:
+    """A frozen model's layers are computed again in the backward pass; `frozen` around it puts the layers' modes back."""
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     try:
-        model.requires_grad_(False)
-        model.eval()
-        if checkpointing:
-            _switch(model, "enable", {"use_reentrant": False})
-            for layer in layers:
-                layer.training = True  # of itself alone, which is what it asks; what drops out is in its parts
+        _switch(model, "enable", {"use_reentrant": False})
+        for layer in layers:
+            layer.training = True  # of itself alone, which is what it asks; what drops out is in its parts
         yield
     finally:
-        if checkpointing and not checkpointed:
+        if not checkpointed:
             _switch(model, "disable")
-        for p, flag in flags:
-            p.requires_grad_(flag)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _switch(model: Any, how: str, *arguments: Any) -> None:
@@ -182,7 +166,7 @@ class _Loop:
         config, state, accelerator = self.config, self.state, self.accelerator
         tracking = config.report_to != "none"
         if tracking:
-            accelerator.init_trackers("tiny-engram", config=_flat(config))
+            accelerator.init_trackers("tiny-engram", config=tracked_values(config))
         shown = progress and accelerator.is_local_main_process
         bar = tqdm(total=config.max_train_steps, initial=state.step, desc="teaching", unit="step", disable=not shown)
         started = time.perf_counter()
@@ -287,8 +271,3 @@ class _Loop:
         except OSError as error:
             reason = error.strerror or error
             raise TinyEngramError(f"{folder}: cannot write the adapter ({reason}); free space or choose another --output_dir") from error
-
-
-def _flat(config: LMTrainConfig) -> dict[str, Any]:
-    """Trackers take numbers, strings and bools only."""
-    return {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.to_dict().items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiny_engram.checkpoints import load_checkpoint
+from tiny_engram.checkpoints import load_checkpoint, refuse_another_run
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
 
@@ -152,13 +152,7 @@ def resume(run: Run, folder: Path, identity: dict[str, Any]) -> None:
     config = run.config.to_dict()
     compared = [(name, state["config"].get(name), config[name]) for name in _SAME]
     compared += [(name, state.get("identity", {}).get(name), value) for name, value in identity.items()]
-    for name, before, now in compared:
-        if before != now:
-            raise TinyEngramError(f"{folder}: its {name} is {before!r}, expected {now!r}; resume with what it was made for")
-    if state["step"] > run.config.max_train_steps:
-        raise TinyEngramError(
-            f"{folder}: it has done {state['step']} steps, and max_train_steps is {run.config.max_train_steps}; raise that to go on"
-        )
+    refuse_another_run(folder, state["step"], run.config.max_train_steps, compared)
     try:
         run.restore(tensors, state)
     except (KeyError, TypeError, TinyEngramError) as error:

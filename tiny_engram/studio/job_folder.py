@@ -208,7 +208,7 @@ def hold(folder: Path, *, wait: float = 0.0) -> int | None:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """Steps that are safe on disk, 0 where there are none; as `training.checkpoint` tells whole checkpoints from others, without torch."""
+    """Steps that are safe on disk, 0 where there are none; as `checkpoints` tells whole checkpoints from others, without torch."""
     numbers = (path.parent.name.removeprefix("checkpoint-") for path in (folder / "output").glob("checkpoint-*/state.json"))
     return max((int(number) for number in numbers if number.isascii() and number.isdecimal()), default=0)
 

@@ -226,7 +226,7 @@ def take_samples(folder: Path) -> None:
 
 def newest_checkpoint(output: Path) -> tuple[Path, int, tuple[float, ...]] | None:
     """(folder, step, losses) of the newest checkpoint that can be read; damaged ones are put aside, so that they cost steps and no job."""
-    from tiny_engram.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
+    from tiny_engram.checkpoints import CheckpointError, list_checkpoints, load_checkpoint
 
     for step, path in reversed(list_checkpoints(output)):
         try:

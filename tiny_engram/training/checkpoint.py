@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tiny_engram.checkpoints import PREFIX, CheckpointError, find_checkpoint, list_checkpoints, load_checkpoint, write_checkpoint
+from tiny_engram.checkpoints import write_checkpoint
 from tiny_engram.concept import Concept
 
-__all__ = ["PREFIX", "CheckpointError", "find_checkpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = ["save_checkpoint"]
 
 
 def save_checkpoint(

@@ -1,19 +1,15 @@
 """Everything a training run is told, in one frozen object. Names follow diffusers' training scripts. Imports no torch."""
 
-import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, SHARES, ConceptConfig
 from tiny_engram.errors import ConfigError
 from tiny_engram.mount_names import GROUPS
+from tiny_engram.run_config import RunConfig, is_number
 
-__all__ = ["COMPANIONS", "SCHEDULES", "TRACKERS", "TrainConfig", "rate_at"]
+__all__ = ["COMPANIONS", "TrainConfig"]
 
-SCHEDULES = ("constant", "cosine", "linear")
-TRACKERS = ("none", "tensorboard")
 MOST_COLLAGES = 7
 # Things of everyday pictures, unlike one another, which the embedded base was trained on and no prompt of the demo asks for.
 COMPANIONS = (
@@ -23,17 +19,8 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-def rate_at(step: int, steps: int, scheduler: str, warmup: int) -> float:
-    """Factor of the learning rates at a step, counted from 0, of a run of so many steps; scheduler: one of SCHEDULES."""
-    warm = min(1.0, (step + 1) / max(1, warmup))
-    left = max(0.0, 1 - step / steps)
-    if scheduler == "cosine":
-        return warm * 0.5 * (1 - math.cos(math.pi * left))
-    return warm * left if scheduler == "linear" else warm
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(RunConfig):
     """One concept, taught from one folder of pictures.
 
     Attributes:
@@ -115,41 +102,19 @@ class TrainConfig:
     report_to: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        def check(ok: bool, field: str, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}, expected {expected}")
-
-        for field in (
-            "train_batch_size",
-            "max_train_steps",
-            "gradient_accumulation_steps",
-            "validation_inference_steps",
-            "collage_pictures",
-        ):
-            check(isinstance(getattr(self, field), int) and getattr(self, field) >= 1, field, "a whole number from 1")
-        for field in ("validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed", "attention_rank", "feedforward_rank"):
-            check(isinstance(getattr(self, field), int) and getattr(self, field) >= 0, field, "a whole number from 0")
-        for field in ("learning_rate", "gate_learning_rate", "map_learning_rate", "max_grad_norm"):
-            value = getattr(self, field)
-            check(isinstance(value, int | float) and math.isfinite(value) and value > 0, field, "a number above 0")
-        check(0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
-        check(0 <= self.adam_beta2 < 1, "adam_beta2", "a share from 0 to below 1")
-        check(0 <= self.ema_decay < 1, "ema_decay", "a share from 0 to below 1")
-        check(self.rho is None or 0 < self.rho < math.inf, "rho", "a number above 0")
-        check(self.context_rho is None or 0 < self.context_rho < math.inf, "context_rho", "a number above 0")
-        check(self.snr_gamma is None or 0 < self.snr_gamma < math.inf, "snr_gamma", "a number above 0")
+        self._check_run()
+        self._check_whole(1, "validation_inference_steps", "collage_pictures")
+        self._check_whole(0, "attention_rank", "feedforward_rank")
+        self._check_above_0("gate_learning_rate", "map_learning_rate")
+        self._check_below_1("ema_decay")
+        self._check_above_0(*(name for name in ("rho", "context_rho", "snr_gamma") if getattr(self, name) is not None))
+        check = self._check
+        check(is_number(self.caption_dropout) and 0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
         check(self.resolution is None or self.resolution >= 8, "resolution", "at least 8 pixels")
-        check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
-        check(self.mixed_precision in ("no", "fp16", "bf16"), "mixed_precision", "no, fp16 or bf16")
         check(self.share in SHARES, "share", f"one of {', '.join(SHARES)}")
         check(isinstance(self.bands, int) and 1 <= self.bands <= MOST_BANDS, "bands", f"a whole number from 1 to {MOST_BANDS}")
-        check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
-        limit = self.checkpoints_total_limit
-        check(limit is None or limit >= 1, "checkpoints_total_limit", "a whole number from 1")
-        texts = ("aliases", "caption_template", "mounts", "companions", "validation_prompts")
-        for field, kind in (*((name, str) for name in texts), ("validation_seeds", int)):
-            value = getattr(self, field)
-            check(isinstance(value, tuple) and all(isinstance(v, kind) for v in value), field, f"a tuple of {kind.__name__}")
+        self._check_tuples(str, "aliases", "caption_template", "mounts", "companions", "validation_prompts")
+        self._check_tuples(int, "validation_seeds")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
         alone = set(self.mounts).issubset(ENCODER_MOUNTS)
         check(self.context_rho is None or not alone, "context_rho", "None where mounts are 'input' and 'span' alone")
@@ -213,11 +178,3 @@ class TrainConfig:
     def concept_path(self) -> Path:
         """Where the finished concept is written."""
         return Path(self.output_dir) / "concept.safetensors"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
-
-    def rate(self, step: int) -> float:
-        """Factor of the learning rates at a step, counted from 0."""
-        return rate_at(step, self.max_train_steps, self.lr_scheduler, self.lr_warmup_steps)

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from torch import nn
 from tqdm.auto import tqdm
 
 from tiny_engram.adapter import attach, find_adapter
+from tiny_engram.checkpoints import PREFIX, find_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.maps import GivenMaps
+from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
-from tiny_engram.training.checkpoint import PREFIX, find_checkpoint, save_checkpoint
+from tiny_engram.training.checkpoint import save_checkpoint
 from tiny_engram.training.class_word import start_at_word
 from tiny_engram.training.collages import draw_collages
 from tiny_engram.training.config import TrainConfig
@@ -125,24 +125,6 @@ def denoising_loss(
 
 
 @contextmanager
-def _frozen(*modules: nn.Module):
-    """Modules in eval mode and without gradients; every flag is put back afterwards."""
-    flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
-    modes = [(child, child.training) for m in modules for child in m.modules()]
-    try:
-        for p, _ in flags:
-            p.requires_grad_(False)
-        for m in modules:
-            m.eval()
-        yield
-    finally:
-        for p, flag in flags:
-            p.requires_grad_(flag)
-        for child, mode in modes:
-            child.training = mode
-
-
-@contextmanager
 def _alone(adapter: Any):
     """The adapter's other concepts silent: neither cached states nor validation pictures hold them."""
     strengths = {name: adapter.strength(name) for name in adapter.get_active_concepts()}
@@ -170,14 +152,14 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
     try:
-        frozen = _frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
+        still = frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
         (contexts,) = adapter.contexts.values()
         if config.at_denoiser and not contexts.names:
             raise TinyEngramError(
                 f"mounts {', '.join(map(repr, config.mounts))}, maps of rank {config.attention_rank} and {config.feedforward_rank}: the "
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
-        with frozen, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
+        with still, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
             return _train(pipe, adapter, config, progress, on_step)
     finally:
         if not borrowed:
@@ -210,19 +192,6 @@ def _keep_others(config: TrainConfig) -> None:
             raise TinyEngramError(f"{what}; choose another output_dir, or move that file away")
 
 
-def _accelerator(config: TrainConfig, output: Path) -> Accelerator:
-    try:
-        return Accelerator(
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            mixed_precision=config.mixed_precision,
-            log_with=None if config.report_to == "none" else config.report_to,
-            project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise TinyEngramError(f"mixed_precision {config.mixed_precision!r} cannot be used here ({reason})") from error
-
-
 def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step: Callable[[int, float], None] | None) -> TrainResult:
     (role,) = adapter.mounts
     start = _start(adapter, config)
@@ -241,7 +210,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     if folder is None:
         _keep_others(config)
     tracking = config.report_to != "none"
-    accelerator = _accelerator(config, output)
+    accelerator = accelerator_for(config, output, gradient_accumulation_steps=config.gradient_accumulation_steps)
     module = _module(adapter, start, role, config)
     shown = progress and accelerator.is_local_main_process
     groups: list[dict[str, Any]] = [
@@ -266,7 +235,7 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     # after all that can be refused at once: it may draw for a minute
     data = _prepare(pipe, adapter, start, config, examples, shown)
     if accelerator.is_main_process and tracking:
-        accelerator.init_trackers("tiny-engram", config=_flat(config))
+        accelerator.init_trackers("tiny-engram", config=tracked_values(config))
 
     def recipe() -> dict[str, Any]:
         kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed", "collages"]
@@ -337,9 +306,3 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     if accelerator.is_main_process:
         made.save(config.concept_path)
     return TrainResult(made, config.concept_path, run.step, seconds, run.losses, scan.skipped)
-
-
-def _flat(config: TrainConfig) -> dict[str, Any]:
-    """Trackers take numbers, strings and bools only."""
-    plain = (int, float, str, bool)
-    return {k: v if isinstance(v, plain) else str(v) for k, v in config.to_dict().items()}

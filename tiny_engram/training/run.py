@@ -1,6 +1,6 @@
 """What changes with the steps of a training run: masters, their average, the optimiser, the losses; and how a checkpoint brings it back.
 
-May import torch, concept and the parts of training below the loop.
+May import torch, checkpoints, concept and the parts of training below the loop.
 """
 
 import logging
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from tiny_engram.checkpoints import load_checkpoint, refuse_another_run
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import GROUPS
-from tiny_engram.training.checkpoint import load_checkpoint
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.rows import ConceptRows
 
@@ -95,14 +95,7 @@ def resume(run: Run, folder: Path, config: TrainConfig) -> None:
     for told in (now, before):
         if not GROUPS.keys() & set(told.get("mounts") or ()):
             told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
-    for field in ("trigger", "aliases", "mounts", "class_word", *OLD_DEFAULTS):
-        if before.get(field) != now[field]:
-            raise TinyEngramError(
-                f"{folder}: its {field} is {before.get(field)!r}, expected {now[field]!r}; resume with what it was made for"
-            )
-    if state["step"] > config.max_train_steps:
-        raise TinyEngramError(
-            f"{folder}: it has done {state['step']} steps, and max_train_steps is {config.max_train_steps}; raise that to go on"
-        )
+    fields = ("trigger", "aliases", "mounts", "class_word", *OLD_DEFAULTS)
+    refuse_another_run(folder, state["step"], config.max_train_steps, [(field, before.get(field), now[field]) for field in fields])
     run.restore(tensors, state)
     logger.info("resumed from %s", folder)

@@ -1,0 +1,90 @@
+"""What the configs of training runs have in common: checks, the schedule, JSON. Imports the standard library, config and errors."""
+
+import math
+from typing import Any
+
+from tiny_engram.config import JsonConfig
+from tiny_engram.errors import ConfigError
+
+__all__ = ["PRECISIONS", "SCHEDULES", "TRACKERS", "RunConfig", "is_number"]
+
+SCHEDULES = ("constant", "cosine", "linear")
+TRACKERS = ("none", "tensorboard")
+PRECISIONS = ("no", "fp16", "bf16")
+
+
+def is_number(value: Any) -> bool:
+    """Finite, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RunConfig(JsonConfig):
+    """For frozen dataclasses that have these fields, among others, which `_check_run` looks at.
+
+    Every refusal is a ConfigError of one line, "{field} is {value}, expected ...": fields are options of a command, by the same names.
+    """
+
+    __slots__ = ()
+
+    train_batch_size: int
+    max_train_steps: int
+    gradient_accumulation_steps: int
+    learning_rate: float
+    adam_beta2: float
+    lr_scheduler: str
+    lr_warmup_steps: int
+    max_grad_norm: float
+    mixed_precision: str
+    seed: int
+    validation_steps: int
+    checkpointing_steps: int
+    checkpoints_total_limit: int | None
+    report_to: str
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rates at a step, counted from 0."""
+        warm = min(1.0, (step + 1) / max(1, self.lr_warmup_steps))
+        left = max(0.0, 1 - step / self.max_train_steps)
+        if self.lr_scheduler == "cosine":
+            return warm * 0.5 * (1 - math.cos(math.pi * left))
+        return warm * left if self.lr_scheduler == "linear" else warm
+
+    def _check(self, ok: bool, field: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{field} is {getattr(self, field)!r}, expected {expected}")
+
+    def _check_whole(self, low: int, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            self._check(isinstance(value, int) and not isinstance(value, bool) and value >= low, field, f"a whole number from {low}")
+
+    def _check_above_0(self, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            self._check(is_number(value) and value > 0, field, "a number above 0")
+
+    def _check_below_1(self, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            self._check(is_number(value) and 0 <= value < 1, field, "a share from 0 to below 1")
+
+    def _check_tuples(self, kind: type, *fields: str) -> None:
+        """Of values of one type; lists, which JSON makes of tuples, become tuples again."""
+        for field in fields:
+            value = getattr(self, field)
+            value = tuple(value) if isinstance(value, list) else value
+            fits = isinstance(value, tuple) and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
+            self._check(fits, field, f"a tuple of {kind.__name__}")
+            object.__setattr__(self, field, value)
+
+    def _check_run(self) -> None:
+        """The fields above."""
+        self._check_whole(1, "train_batch_size", "max_train_steps", "gradient_accumulation_steps")
+        self._check_whole(0, "validation_steps", "checkpointing_steps", "lr_warmup_steps", "seed")
+        if self.checkpoints_total_limit is not None:
+            self._check_whole(1, "checkpoints_total_limit")
+        self._check_above_0("learning_rate", "max_grad_norm")
+        self._check_below_1("adam_beta2")
+        self._check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
+        self._check(self.mixed_precision in PRECISIONS, "mixed_precision", "no, fp16 or bf16")
+        self._check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")

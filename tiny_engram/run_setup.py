@@ -1,0 +1,59 @@
+"""How a training run is set up: Accelerate, what trackers are told, and a base that stays as it is.
+
+Imports torch, accelerate, run_config and errors.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.run_config import RunConfig
+
+__all__ = ["accelerator_for", "frozen", "tracked_values"]
+
+
+def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelerator:
+    """An Accelerator with the config's precision and trackers, which write below `output`; `options` are Accelerator's own.
+
+    Raises:
+        TinyEngramError: this machine does not have the precision.
+    """
+    try:
+        return Accelerator(
+            mixed_precision=config.mixed_precision,
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
+            **options,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise TinyEngramError(f"mixed_precision {config.mixed_precision!r} cannot be used here ({reason})") from error
+
+
+def tracked_values(config: RunConfig) -> dict[str, Any]:
+    """Trackers take numbers, strings and bools only."""
+    return {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.to_dict().items()}
+
+
+@contextmanager
+def frozen(*modules: nn.Module) -> Iterator[None]:
+    """Modules in eval mode and without gradients; every flag is put back afterwards."""
+    flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
+    modes = [(child, child.training) for m in modules for child in m.modules()]
+    try:
+        for p, _ in flags:
+            p.requires_grad_(False)
+        for m in modules:
+            m.eval()
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for child, mode in modes:
+            child.training = mode
