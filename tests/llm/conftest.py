@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache
 
@@ -212,3 +213,11 @@ def no_gradients():
     """For whole files of tests that do not train."""
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def accelerator_state():
+    """For runs of another precision that follow each other; in a process of their own they would not."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,11 +87,8 @@ def test_calls_on_many_threads_do_not_share_memory(stored, text):
                 if not torch.equal(model(texts[number]).logits, expected[number]):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))  # raises what a thread raised
     assert not wrong
 
 

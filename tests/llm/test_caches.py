@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,11 +130,8 @@ def test_two_threads_generate_at_once(build, attach, text):
             for _ in range(3):
                 found[number] = model.generate(prompts[number], max_new_tokens=12, do_sample=False)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))  # raises what a thread raised
     assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Decoding on a CUDA device: rows from every home, beside the layers, in graphs, on streams of their own."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -100,9 +100,6 @@ def test_threads_with_streams_of_their_own(served, text, home):
                 if not torch.equal(model(texts[number]).logits, expected[number]):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))  # raises what a thread raised
     assert not wrong

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.errors import TinyEngramError
@@ -15,13 +14,7 @@ from tiny_engram.llm_training.run import Run
 from tiny_engram.llm_training.validation import validate
 from tiny_engram.llm_training.windows import Windows, end_token, tokenize
 
-
-@pytest.fixture(autouse=True)
-def accelerator_state():
-    """Runs of another precision follow each other here; in a process of their own they would not."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("accelerator_state")
 
 
 @pytest.fixture

@@ -5,19 +5,13 @@ import os
 import signal
 
 import pytest
-from accelerate.state import AcceleratorState
 
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm_training import LMTrainConfig, train_lm
 from tiny_engram.llm_training.run import Run
 
-
-@pytest.fixture(autouse=True)
-def accelerator_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("accelerator_state")
 
 
 @pytest.fixture
