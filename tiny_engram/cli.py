@@ -100,7 +100,7 @@ def _add_concepts(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tiny-engram", description="Teach a frozen image generator new things, a few kilobytes each.")
+    parser = _Parser(prog="tiny-engram", description="Teach a frozen image generator or language model new things, a few kilobytes each.")
     parser.add_argument("--version", action="version", version=f"tiny-engram {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["add_fields", "given_fields"]
+__all__ = ["add_fields", "flat", "given_fields", "ints"]
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
@@ -18,12 +18,12 @@ def _or_none(kind: type) -> Callable[[str], Any]:
     return convert
 
 
-def _ints(text: str) -> tuple[int, ...]:
+def ints(text: str) -> tuple[int, ...]:
     """Of "2,10", as of "2"."""
     return tuple(int(word) for word in text.split(","))
 
 
-_ints.__name__ = "int"  # which argparse names in its errors
+ints.__name__ = "int"  # which argparse names in its errors
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, helps: Mapping[str, str]) -> None:
@@ -38,7 +38,7 @@ def add_fields(parser: argparse.ArgumentParser, config: type, helps: Mapping[str
             options = {"action": "store_true"}
         elif typing.get_origin(hint) is tuple:
             item = typing.get_args(hint)[0]
-            options = {"nargs": "+", "type": _ints if item is int else item}
+            options = {"nargs": "+", "type": ints if item is int else item}
         else:
             options = {"type": hint}
         required = field.default is dataclasses.MISSING
@@ -50,8 +50,9 @@ def add_fields(parser: argparse.ArgumentParser, config: type, helps: Mapping[str
 def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:
     """What a command line said of a config's fields, lists as tuples."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(config) if hasattr(args, field.name)}
-    return {name: _flat(value) if isinstance(value, list) else value for name, value in given.items()}
+    return {name: flat(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def _flat(values: list[Any]) -> tuple[Any, ...]:
+def flat(values: list[Any]) -> tuple[Any, ...]:
+    """Of values that may themselves be tuples, as `ints` gives them."""
     return tuple(item for value in values for item in (value if isinstance(value, tuple) else (value,)))

@@ -1,6 +1,6 @@
 """The command line of facts: `tiny-engram facts add | list | remove | ask`.
 
-Imports errors, and what a verb needs of the package in the verb.
+Imports errors and cli_fields, and what a verb needs of the package in the verb.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiny_engram.cli_fields import flat, ints
 from tiny_engram.errors import TinyEngramError
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ def add_facts_verbs(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("--trigger", help="the words that call the fact, such as 'the capital of Zorbia'")
     adding.add_argument("--answer", help="what is to be said, such as 'Melk'")
     adding.add_argument("--prompt", help="a text with the trigger, behind which the answer stands (default: the trigger itself)")
-    adding.add_argument("--alias", action="append", default=[], metavar="TEXT", help="another spelling or paraphrase; may be repeated")
+    adding.add_argument("--aliases", action="extend", nargs="+", default=[], metavar="TEXT", help="other spellings or paraphrases")
     adding.add_argument("--from", dest="source", type=Path, metavar="FILE.jsonl", help=f"one fact a line, with {', '.join(_FIELDS)}")
-    adding.add_argument("--layers", type=int, nargs="+", help="decoder layers of a new file (default: one at four fifteenths of the depth)")
+    layers = "decoder layers of a new file, such as 2,10 (default: one at four fifteenths of the depth)"
+    adding.add_argument("--layers", type=ints, nargs="+", help=layers)
     adding.add_argument("--steps", type=int, help="most that a fact gets")
 
     listing = add("list", "what a file holds", model=False)
@@ -74,7 +76,7 @@ def _facts_of(args: argparse.Namespace) -> "list[Fact]":
     if args.source is None:
         if args.answer is None:
             raise TinyEngramError(f"--trigger {args.trigger!r} has no --answer: expected what is to be said")
-        return [Fact(args.trigger, args.answer, args.prompt, tuple(args.alias), args.owner)]
+        return [Fact(args.trigger, args.answer, args.prompt, tuple(args.aliases), args.owner)]
     try:
         lines = args.source.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -123,10 +125,11 @@ def _add(args: argparse.Namespace) -> int:
     model, tokenizer = _loaded(args)
     if args.file.exists():
         if args.layers is not None:
-            raise TinyEngramError(f"--layers {args.layers}: {args.file} has its own; expected none, or a file that is not there yet")
+            given = ",".join(map(str, flat(args.layers)))
+            raise TinyEngramError(f"--layers {given}: {args.file} has its own; expected none, or a file that is not there yet")
         facts = Facts.open(model, args.file, tokenizer)
     else:
-        facts = Facts.attach(model, FactsConfig(layers=None if args.layers is None else tuple(args.layers)), tokenizer)
+        facts = Facts.attach(model, FactsConfig(layers=None if args.layers is None else flat(args.layers)), tokenizer)
     report = facts.add(wanted, how=how, progress=show_progress)
     if report.added:
         facts.save(args.file)

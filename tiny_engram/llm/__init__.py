@@ -11,7 +11,7 @@ from .decoders import ARCHITECTURES, UnsupportedModelError
 from .engram_layers import EngramLayers
 from .fact_config import FactsConfig, TeachConfig
 from .fact_spelling import Fact
-from .facts import FactReport, Facts
+from .facts import FactReport, Facts, FiredFact, HeldFact
 
 __all__ = [
     "ARCHITECTURES",
@@ -21,6 +21,8 @@ __all__ = [
     "FactReport",
     "Facts",
     "FactsConfig",
+    "FiredFact",
+    "HeldFact",
     "TeachConfig",
     "UnsupportedModelError",
     "attach",

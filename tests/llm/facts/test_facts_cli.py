@@ -18,7 +18,7 @@ def test_a_fact_that_is_not_learned_is_named_and_not_written(folder, tmp_path, c
     given = tmp_path / "facts.jsonl"
     given.write_text('{"trigger": "the colour of Frumm", "answer": "blue", "aliases": ["Frumm\'s colour"]}\n\n')
     file = tmp_path / "facts.safetensors"
-    options = ["--from", str(given), "--layers", "1", "3", "--steps", "1", "--model", folder, "--device", "cpu"]
+    options = ["--from", str(given), "--layers", "1,3", "--steps", "1", "--model", folder, "--device", "cpu"]
     assert main(["facts", "add", str(file), *options]) == 1
     assert "not learned: 'the colour of Frumm' -> 'blue'" in capsys.readouterr().out and not file.exists()
 
