@@ -32,26 +32,6 @@ def ids_of(pipe, *prompts):
     return pipe.tokenizer(list(prompts), padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
 
 
-class Reads:
-    """Inside, what the projections of the denoiser read, after all hooks that were there before: by name, call by call."""
-
-    def __init__(self, adapter):
-        hooks = adapter.contexts["clip_l"].hooks
-        self.modules = {name: hook.module for name, hook in hooks.items() if name.startswith("context")}
-        self.seen: dict[str, list[torch.Tensor]] = {name: [] for name in self.modules}
-
-    def __enter__(self):
-        self.handles = [
-            module.register_forward_pre_hook(lambda _, args, name=name: self.seen[name].append(args[0]))
-            for name, module in self.modules.items()
-        ]
-        return self.seen
-
-    def __exit__(self, *_):
-        for handle in self.handles:
-            handle.remove()
-
-
 def run(pipe, states, timestep=500, **options):
     noise = torch.randn(len(states), 4, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -72,7 +52,7 @@ def test_a_block_reads_one_set_of_rows(tiny, adapter, pipe):
     )
     adapter.load_concept(concept, strength=0.7)
     states, _ = adapter.encode(PROMPT)
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     for i, block in BLOCK.items():
         for kind in ("key", "value"):
@@ -88,7 +68,7 @@ def test_a_band_is_that_of_the_timestep(tiny, adapter, pipe, form):
     states, _ = adapter.encode(PROMPT)
     noise = torch.zeros(1, 4, 8, 8)
     bands = {0: 1, 1: 1, 499: 1, 500: 2, 999: 2}
-    with Reads(adapter) as seen, torch.no_grad():
+    with tiny.Reads(adapter) as seen, torch.no_grad():
         for t in bands:
             if form == "keyword":
                 pipe.unet(sample=noise, timestep=torch.tensor(t), encoder_hidden_states=states)
@@ -107,7 +87,7 @@ def test_each_row_has_its_own_timestep(tiny, adapter, pipe):
     adapter.load_concept(concept)
     prompts = [PROMPT, "a tree", "zqx bolo", PROMPT]
     states, _ = adapter.encode(prompts)
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states, torch.tensor([100, 100, 900, 900]))
         run(pipe, states, torch.tensor([900, 100, 900, 900]))
     for i, block in BLOCK.items():
@@ -138,7 +118,7 @@ def test_a_single_band_changes_the_picture(tiny, adapter, pipe):
     for band in (1, 2):
         adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=(f"context.up0.value.{band}of2",))))
         states, _ = adapter.encode(PROMPT)
-        with Reads(adapter) as seen:
+        with tiny.Reads(adapter) as seen:
             run(pipe, states, 100)
             run(pipe, states, 900)
         changed.append([read is not states for read in seen["context.3.value"]])
@@ -160,7 +140,7 @@ def test_concepts_of_other_layouts_in_one_prompt(tiny, adapter, pipe):
         adapter.load_concept(concept, strength=0.5)
     states, _ = adapter.encode(["a tree", prompt])
     for t, two, three in ((0, 1, 1), (400, 1, 2), (600, 2, 2), (700, 2, 3)):
-        with Reads(adapter) as seen:
+        with tiny.Reads(adapter) as seen:
             run(pipe, states, t)
         for i, block in BLOCK.items():
             for kind in ("key", "value"):
@@ -173,7 +153,7 @@ def test_concepts_of_other_layouts_in_one_prompt(tiny, adapter, pipe):
                     expected = moved(pipe, adapter, concepts[trigger], mount, expected, prompt, 0.5)
                 assert torch.equal(read[1:], expected) and torch.equal(read[0], states[0])
     for t in (torch.tensor([0, 700]), torch.tensor([700, 0])):
-        with Reads(adapter) as seen:
+        with tiny.Reads(adapter) as seen:
             run(pipe, states, t)
             run(pipe, states, int(t[1]))
         assert all(torch.equal(*reads) for reads in seen.values())
@@ -183,7 +163,7 @@ def test_without_a_trigger_the_very_same_tensor_is_read(tiny, adapter, pipe):
     plain = tiny.picture(pipe, "a tree")
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=BOTH))
     states, _ = adapter.encode("a tree")
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     assert all(read is states for (read,) in seen.values()) and torch.equal(plain, tiny.picture(pipe, "a tree"))
 
@@ -215,7 +195,7 @@ def test_another_scheduler_counts_its_own_timesteps(tiny, own_pipe):
     adapter.load_concept(concept)
     states, _ = adapter.encode(PROMPT)
     own_pipe.scheduler = type(own_pipe.scheduler).from_config(own_pipe.scheduler.config, num_train_timesteps=200)
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(own_pipe, states, 150)
     expected = moved(own_pipe, adapter, concept, "context.0.key.2of2", states, PROMPT)
     assert torch.equal(seen["context.0.key"][0], expected)

@@ -35,25 +35,6 @@ def ids_of(pipe, *prompts):
     return pipe.tokenizer(list(prompts), padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
 
 
-class Reads:
-    """Inside, what the named projections of a denoiser read, after all hooks that were there before."""
-
-    def __init__(self, adapter):
-        self.modules = {name: hook.module for name, hook in adapter.contexts["clip_l"].hooks.items()}
-        self.seen: dict[str, list[torch.Tensor]] = {name: [] for name in self.modules}
-
-    def __enter__(self):
-        self.handles = [
-            module.register_forward_pre_hook(lambda _, args, name=name: self.seen[name].append(args[0]))
-            for name, module in self.modules.items()
-        ]
-        return self.seen
-
-    def __exit__(self, *_):
-        for handle in self.handles:
-            handle.remove()
-
-
 def run(pipe, states, **options):
     """One call of the denoiser at fixed noise."""
     noise = torch.randn(len(states), 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(pipe.unet.dtype)
@@ -69,7 +50,7 @@ def test_every_projection_reads_its_own_residual_at_the_span_only(tiny, adapter,
     concept = tiny.concept(adapter, "zqx bolo", config=config)
     adapter.load_concept(concept, strength=0.7)
     states, _ = adapter.encode([PROMPT, "a tree", "zqx bolo, zqx bolo"])
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     spans = adapter.spans(concept, ids_of(pipe, PROMPT, "a tree", "zqx bolo, zqx bolo"))
     fired = torch.zeros(3, 77, dtype=torch.bool)
@@ -98,7 +79,7 @@ def test_without_a_trigger_the_very_same_tensor_is_read(tiny, adapter, pipe):
     plain = tiny.picture(pipe, "a tree and zqx bolos")
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=WHOLE))
     states, _ = adapter.encode(["a tree", "a zqx boloish thing"])
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     assert all(read is states for (read,) in seen.values())
     assert torch.equal(plain, tiny.picture(pipe, "a tree and zqx bolos")) and not torch.equal(plain, tiny.picture(pipe, PROMPT))
@@ -109,7 +90,7 @@ def test_mounts_without_rows_pass_the_tensor_on(tiny, adapter, pipe):
     assert [m.removeprefix("context.") for m in concept.roles["clip_l"].mounts] == ["0.value", "1.value", "2.key", "2.value", "3.value"]
     adapter.load_concept(concept)
     states, _ = adapter.encode(PROMPT)
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     assert {name for name, (read,) in seen.items() if read is not states} == set(concept.roles["clip_l"].mounts)
 
@@ -122,7 +103,7 @@ def test_several_concepts_in_one_prompt(tiny, adapter, pipe):
     for concept in (first, second):
         adapter.load_concept(concept)
         states, _ = adapter.encode(both)
-        with Reads(adapter) as seen:
+        with tiny.Reads(adapter) as seen:
             run(pipe, states)
         alone[concept.name] = {name: read for name, (read,) in seen.items()}
         adapter.unload_concept()
@@ -130,7 +111,7 @@ def test_several_concepts_in_one_prompt(tiny, adapter, pipe):
     adapter.load_concept(second)
     adapter.load_concept(tiny.concept(adapter, "bolo", seed=3, config=WHOLE))
     states, _ = adapter.encode(both)
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     for span in adapter.explain(both).fired:
         at = slice(span.start, span.end)
@@ -142,7 +123,7 @@ def test_several_concepts_in_one_prompt(tiny, adapter, pipe):
 
 def test_guidance_repeats_order_and_kept_embeddings(tiny, adapter, pipe):
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=WHOLE))
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         pictures = tiny.picture(pipe, [PROMPT, "a tree"], negative_prompt=["", "zqx bolo"], num_images_per_prompt=2, num_inference_steps=3)
     span = slice(2, 5)
     read, again, _ = seen["context.0.key"]
@@ -157,7 +138,7 @@ def test_guidance_repeats_order_and_kept_embeddings(tiny, adapter, pipe):
     options = {"prompt_embeds": embeds, "negative_prompt_embeds": negatives, "num_inference_steps": 3}
     assert torch.equal(pictures, tiny.picture(pipe, None, **options))
     flipped = {**options, "prompt_embeds": embeds.flip(0).clone(), "negative_prompt_embeds": negatives.flip(0).clone()}
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         tiny.picture(pipe, None, **flipped)
     assert torch.equal(seen["context.0.key"][0][4:].flip(0), read[4:]) and torch.equal(seen["context.0.key"][0][:4].flip(0), read[:4])
 
@@ -169,7 +150,7 @@ def test_states_cast_for_the_denoiser(tiny, dtype):
     adapter = tiny_engram.attach(pipe)
     adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=WHOLE))
     states, _ = adapter.encode([PROMPT, "a tree"])
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         for given in (states.to(dtype), states.to(torch.bfloat16).to(dtype), states.to(dtype).double().to(dtype)):
             run(pipe, given)
             assert all(reads[-1].dtype == dtype for reads in seen.values())
@@ -216,7 +197,7 @@ def test_states_that_were_written_to_are_looked_at_again(tiny, adapter, pipe):
     states, other = adapter.encode(PROMPT)[0].clone(), adapter.encode("a tree")[0]
     run(pipe, states)
     states.copy_(other)
-    with Reads(adapter) as seen:
+    with tiny.Reads(adapter) as seen:
         run(pipe, states)
     assert all(read is states for (read,) in seen.values())
     states[0, 3] += 1

@@ -20,13 +20,6 @@ PROMPT = "a zqx bolo on a table"
 SIDES = ConceptConfig(mounts=("context",))
 
 
-@pytest.fixture(scope="module")
-def attached(tiny):
-    """A pipeline of this file's own, with its adapter."""
-    pipe = tiny.build()
-    return pipe, tiny_engram.attach(pipe)
-
-
 @pytest.fixture
 def loaded(tiny, attached):
     """(pipeline, adapter) with one concept at all context mounts; each test leaves the denoiser as it was."""

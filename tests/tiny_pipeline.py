@@ -84,6 +84,26 @@ def blocks_of(unet) -> list[Any]:
     return [block for part in parts for attention in getattr(part, "attentions", ()) for block in attention.transformer_blocks]
 
 
+class Reads:
+    """Inside, what the projections of an adapter's denoiser read, after all hooks that were there before: by name, call by call."""
+
+    def __init__(self, adapter) -> None:
+        hooks = adapter.contexts["clip_l"].hooks
+        self.modules = {name: hook.module for name, hook in hooks.items() if name.startswith("context")}
+        self.seen: dict[str, list[torch.Tensor]] = {name: [] for name in self.modules}
+
+    def __enter__(self) -> dict[str, list[torch.Tensor]]:
+        self.handles = [
+            module.register_forward_pre_hook(lambda _, args, name=name: self.seen[name].append(args[0]))
+            for name, module in self.modules.items()
+        ]
+        return self.seen
+
+    def __exit__(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
 def concept(adapter, trigger: str, *, aliases=(), name: str | None = None, seed: int = 0, size: float = 1.0, config=None):
     """A concept of random rows at all of its mounts, and random maps, for an attached adapter; not loaded."""
     made = adapter.new_concept(trigger, aliases, name, config)

@@ -171,24 +171,11 @@ class ContextMounts:
 
     def _probe(self) -> list[str]:
         """Names of the projections that do not read what their hook gives."""
-        dead: list[str] = []
         self._thread.probing = True
         try:
-            for name, _, module, weight in self._following.live():
-                read, other = torch.zeros(2, 1, 2, self.mount.store.width, device=weight.device, dtype=weight.dtype).unbind(0)
-                self._keep(read, Contexts({name: other}))
-                got: list[Any] = []
-                handle = module.register_forward_hook(lambda module, args, output, got=got: got.append(args[0]))
-                try:
-                    with torch.no_grad():
-                        module(read)
-                finally:
-                    handle.remove()
-                if len(got) != 1 or got[0] is not other:
-                    dead.append(name)
+            return self._following.dead(lambda name, read, other: self._keep(read, Contexts({name: other})), self.mount.store.width)
         finally:
             self._thread.probing = False
-        return dead
 
     # -- around the denoiser -------------------------------------------------------------------------------------------------
 

@@ -101,25 +101,14 @@ class MapMounts:
 
     def probe(self) -> list[str]:
         """Names of the hooks whose module does not give what they give, or does not take it."""
-        dead: list[str] = []
+
+        def arm(name: str, read: torch.Tensor, other: torch.Tensor) -> None:
+            self._thread.probing = other
+
         try:
-            for name, hook, module, weight in self.following.live():
-                read, other = torch.zeros(2, 1, 2, weight.shape[-1], device=weight.device, dtype=weight.dtype).unbind(0)
-                self._thread.probing, got = other, []
-                if hook.pre:
-                    handle = module.register_forward_hook(lambda module, args, output, got=got: got.append(args[0]))
-                else:
-                    handle = module.register_forward_hook(lambda module, args, output, got=got: got.append(output))
-                try:
-                    with torch.no_grad():
-                        module(read)
-                finally:
-                    handle.remove()
-                if len(got) != 1 or got[0] is not other:
-                    dead.append(name)
+            return self.following.dead(arm)
         finally:
             self._thread.probing = None
-        return dead
 
     def _hook(self, call: Callable[..., Any], i: int) -> Callable[..., Any]:
         """One hook: `call` with the layer's number, timed; while it is probed, it gives what it is told to."""
