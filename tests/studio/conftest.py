@@ -77,6 +77,40 @@ def saved(made, tmp_path):
     return made.save(tmp_path / "given.safetensors")
 
 
+# -- a page that is served, for a file of tests
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, tiny):
+    """(a studio on the small pipeline, where its page answers)"""
+    from tiny_engram.studio.server import serve
+    from tiny_engram.studio.studio import Studio
+
+    with Studio(Workspace.open(tmp_path_factory.mktemp("secure") / "studio"), tiny.build(), device="cpu") as studio, serve(studio) as page:
+        yield studio, page.url
+
+
+@pytest.fixture(scope="module")
+def http_(served):
+    """A client of that page."""
+    import httpx2
+
+    with httpx2.Client(base_url=served[1], timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def called():
+    """called(client, name, data): what comes back of a named endpoint, the events as text."""
+
+    def call(client, name: str, data: list) -> str:
+        asked = client.post(f"/gradio_api/call/{name}", json={"data": data})
+        assert asked.status_code == 200, asked.text
+        return client.get(f"/gradio_api/call/{name}/{asked.json()['event_id']}").text
+
+    return call
+
+
 # -- processes
 
 
