@@ -7,8 +7,8 @@
 A fact is recalled when every token of its answer comes first (top-1), or among the first five (top-5), given those before it. It is asked
 as taught, behind a text that was not taught ("context"), by a paraphrase that is registered as an alias and by one that is not; once
 taught without its alias and once with it. LoRA (peft) learns the same texts for as long as facts took, at several learning rates, of which
-report.py shows the one that recalls most: `r8` is rank 8 on all attention projections, `same-bytes` the rank and number of layers whose bytes
-come nearest the facts'. Nothing is measured before text without a trigger was found to give the base model's bits.
+report.py shows the one that recalls most: `r8` is rank 8 on all attention projections, `same-bytes` the rank and number of layers whose
+bytes come nearest the facts'. Nothing is measured before text without a trigger was found to give the base model's bits.
 """
 
 from __future__ import annotations
@@ -170,6 +170,10 @@ def _with(fact: Fact, spelling: str) -> Fact:
     return Fact(spelling, fact.answer, prompt)
 
 
+def measure_base(base: Any, asked: Asked, count: int) -> dict[str, Any]:
+    return {"method": "base", "facts": count, "recall": asked.recall(base)}
+
+
 def measure_facts(
     base: Any, tokenizer: Any, pairs: Sequence[tuple[Fact, str]], asked: Asked, options: Any, aliases: bool
 ) -> dict[str, Any]:
@@ -325,12 +329,12 @@ def main() -> None:
     model = str(base.config.name_or_path).rpartition("/")[2]
     settings = {"settings": {"model": model, "config": options.config.to_dict(), "teaching": options.how.to_dict()}}
 
-    def piece(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def piece(name: str, measure: Callable[..., dict[str, Any]], *given: Any, **named: Any) -> dict[str, Any]:
         """What the run of this name found, now or before."""
         path = None if options.out is None else options.out / f"{name}.json"
         if path is not None and path.exists():
             return json.loads(path.read_text())
-        found = measure()
+        found = measure(*given, **named)
         print(json.dumps(found), flush=True)
         if path is not None:
             keep_piece(path, {**found, **settings, **where})
@@ -339,16 +343,15 @@ def main() -> None:
     for count in options.counts:
         pairs = made_up_facts(count)
         asked = Asked(Speller(tokenizer), pairs, options.how.end)
-        piece(f"base-{count}", lambda: {"method": "base", "facts": len(pairs), "recall": asked.recall(base)})  # noqa: B023
+        piece(f"base-{count}", measure_base, base, asked, count)
         for aliases in (False, True):
             tail = f"{'with-aliases-' if aliases else ''}{count}"
-            found = piece(f"facts-{tail}", lambda: measure_facts(base, tokenizer, pairs, asked, options, aliases))  # noqa: B023
+            found = piece(f"facts-{tail}", measure_facts, base, tokenizer, pairs, asked, options, aliases)
             for shape in options.lora_shapes:
                 rank, layers = (8, None) if shape == "r8" else lora_shape(found["bytes"], hidden, key_width, base.config.num_hidden_layers)
                 asks = {"seconds": found["seconds"], "aliases": aliases, "rank": rank, "layers": layers}
                 for rate in options.rates:
-                    name = f"lora-{shape}-{rate:g}-{tail}"
-                    piece(name, lambda: measure_lora(load, pairs, asked, options, rate=rate, **asks))  # noqa: B023
+                    piece(f"lora-{shape}-{rate:g}-{tail}", measure_lora, load, pairs, asked, options, rate=rate, **asks)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,10 @@ class Everywhere:
     def against_plain(self, kind: str, share: float) -> Mean:
         return paired(self.losses(kind, share), self.losses("plain"))
 
+    def hot_tier(self, share: float) -> Mean:
+        """Loss with the tier against the same share without it."""
+        return paired(self.losses("hot", share), self.losses("table", share))
+
     def best(self) -> float:
         """The share whose difference to no table is lowest."""
         if not self.shares:
@@ -129,6 +133,9 @@ class Retention:
 
     def before(self, what: str) -> float:
         return statistics.fmean(run[what][0] for rates in self.runs.values() for seeds in rates.values() for run in seeds.values())
+
+    def parameters(self, method: str) -> int:
+        return next(iter(next(iter(self.runs[method].values())).values()))["parameters"]
 
     def at(self, method: str, narrow: float) -> tuple[float, dict[int, float]]:
         """(learning rate, loss on ordinary text by seed) where the narrow loss came to `narrow`, at the rate that keeps most.

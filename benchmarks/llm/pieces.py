@@ -146,10 +146,20 @@ def retention_figures(pieces: Sequence[dict[str, Any]], apart: float = 0.05) -> 
             begun, first = run[what][0], (runs or [run])[0][what][0]
             if abs(begun - first) > apart:
                 where = f"{run['method']}-{run['rate']:g}-{run['seed']}"
-                raise ValueError(f"{where}: begins at a loss of {begun:.3f} on {what} text, the first run at {first:.3f}: give runs on one text")
+                raise ValueError(f"{where}: begins at {begun:.3f} on {what} text, the first run at {first:.3f}: give runs on one text")
         runs.append(run)
     return {"runs": runs}
 
 
 def facts_figures(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"runs": [{key: value for key, value in piece.items() if key not in WHERE} for piece in pieces]}
+    """The runs, and the settings that they share.
+
+    Raises:
+        ValueError: runs with different settings.
+    """
+    told = [(piece["method"], piece["settings"]) for piece in pieces if "settings" in piece]
+    for method, settings in told:
+        if settings != told[0][1]:
+            raise ValueError(f"{method}: measured with {settings}, {told[0][0]} with {told[0][1]}: give runs of one setting")
+    runs = [{key: value for key, value in piece.items() if key not in (*WHERE, "settings")} for piece in pieces]
+    return {"settings": told[0][1] if told else {}, "runs": runs}

@@ -1,4 +1,4 @@
-"""Draws the plots of the language side from the sections of llm.json. Imports matplotlib, findings and page."""
+"""Draws the plots of the language side from the sections of llm.json. Imports matplotlib, findings and wording."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from PIL import Image
 
-from benchmarks.llm.findings import WAYS, Everywhere, FactRuns, Mean, NotMeasured, Retention
-from benchmarks.llm.page import METHODS, WORDS, buckets, figures, percent, seeds
+from benchmarks.llm.findings import WAYS, Everywhere, FactRuns, NotMeasured, Retention
+from benchmarks.llm.wording import METHODS, WORDS, buckets, figures, percent, seeds
 from tiny_engram.files import write_atomically
 
 matplotlib.use("Agg")
@@ -34,50 +35,41 @@ def _save(figure: Any, axes: Any, path: Path, columns: int = 3) -> Path:
     """With one legend below all panels, so that it never covers a point."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    blob = io.BytesIO()
-    # the software's version would make a new file of the same plot
-    figure.savefig(blob, dpi=DPI, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, format="png")
     plt.close(figure)
+    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_atomically(path, blob.getvalue())
-
-
-def _errors(means: Sequence[Mean]) -> list[float]:
-    return [mean.half or 0.0 for mean in means]
+    return write_atomically(path, small.getvalue())
 
 
 def draw_shares(sections: Mapping[str, Any], path: Path) -> Path:
     """The curve over shares, with every seed as a point, since an interval over two seeds says little by itself."""
     found = Everywhere(figures(sections, "everywhere"))
-    shares = found.shares
-    if not shares:
+    if not found.shares:
         raise NotMeasured("no run with a table")
     figure, (axes,) = _panels()
-    means = [found.against_plain("table", share) for share in shares]
-    x = [100 * share for share in shares]
+    plain, drawn = found.losses("plain"), []
+    # beside the table's own point of that share, which would cover them
+    looks = {"size-1": ("s", THEIRS, "the same layers, one row", 1.2), "hot": ("D", THIRD, "with a hot tier", 1.2)}
     axes.axhline(0, color=GREY, linewidth=1)
-    axes.plot(x, [mean.value for mean in means], "-o", color=OURS, markersize=7, label="table, mean over seeds", zorder=4)
-    sure = [(at, mean) for at, mean in zip(x, means, strict=True) if mean.half is not None]
-    if sure:
-        at, known = zip(*sure, strict=True)
-        bars = {"elinewidth": 1.2, "capsize": 4, "linestyle": "none", "zorder": 3}
-        axes.errorbar(at, [mean.value for mean in known], yerr=_errors(known), color=OURS, label="95 % interval over seeds", **bars)
-    plain = found.losses("plain")
-    looks = {"size-1": ("s", THEIRS, "the same layers, one row"), "hot": ("D", THIRD, "with a hot tier")}
-    for (kind, share), runs in found.runs.items():
-        points = [(100 * share, run["loss"][-1] - plain[seed]) for seed, run in runs.items() if seed in plain]
-        if kind == "table" and points:
-            axes.plot(*zip(*points, strict=True), "x", color="black", markersize=5, zorder=5, label="a seed" if share == shares[0] else None)
-    for kind, share in found.others():
-        marker, colour, label = looks[kind]
-        mean = found.against_plain(kind, share)
-        axes.errorbar(100 * share, mean.value, yerr=_errors([mean]), fmt=marker, color=colour, capsize=4, elinewidth=1.2, label=label, zorder=4)
-    # Intervals of few seeds would flatten the curve itself: they may leave the picture.
-    values = [run["loss"][-1] - plain[seed] for runs in found.runs.values() for seed, run in runs.items() if seed in plain]
-    reach = max(values) - min(values)
-    axes.set(ylim=(min(values) - 0.4 * reach, max(values) + 0.25 * reach), xlim=(0, max(x) + 5))
-    axes.set(xlabel="share of the parameter budget that is the table, %", ylabel="validation loss against no table, nats a token")
-    figure.suptitle("Equal parameters, equal steps; below 0 a table helps", fontsize=11)
+    axes.plot([100 * s for s in found.shares], [found.against_plain("table", s).value for s in found.shares], color=OURS, zorder=3)
+    for kind, share in [*(("table", share) for share in found.shares), *found.others()]:
+        marker, colour, label, aside = looks.get(kind, ("o", OURS, "table, mean over seeds", 0.0))
+        mean, at = found.against_plain(kind, share), 100 * share + aside
+        seen = axes.get_legend_handles_labels()[1]
+        axes.plot(at, mean.value, marker, color=colour, markersize=7, zorder=4, label=None if label in seen else label)
+        if mean.half is not None:
+            text = None if "95 % interval over seeds" in seen else "95 % interval over seeds"
+            axes.errorbar(at, mean.value, yerr=mean.half, color=colour, capsize=4, elinewidth=1.2, linestyle="none", label=text)
+        points = [value - plain[seed] for seed, value in found.losses(kind, share).items() if seed in plain]
+        axes.plot([at] * len(points), points, "x", color="black", markersize=5, zorder=5, label=None if "a seed" in seen else "a seed")
+        drawn += points
+    # An interval of two seeds would flatten the curve itself, so that it may leave the picture.
+    reach = max(drawn) - min(drawn)
+    axes.set(ylim=(min(drawn) - 0.4 * reach, max(drawn) + 0.25 * reach), xlim=(0, 100 * max(found.shares) + 5))
+    axes.set(xlabel="share of the parameter budget that is the table, %", ylabel="loss against no table, nats a token")
+    figure.suptitle("Validation loss at equal parameters and steps; below 0 a table helps", fontsize=11)
     return _save(figure, axes, path)
 
 
@@ -91,13 +83,13 @@ def draw_frequency(sections: Mapping[str, Any], path: Path) -> Path:
     names = buckets(raw)
     colours = plt.get_cmap("viridis")
     axes.axhline(0, color=GREY, linewidth=1)
-    for k, name in enumerate(names):
+    for k, (name, marker) in enumerate(zip(names, "oPs^vD", strict=True)):
         line = [look[k].value for look in looks]
-        colour = OURS if k == 0 else colours(0.85 - 0.8 * k / len(names))
-        axes.plot(steps, line, "o-", color=colour, markersize=4, linewidth=2.2 if k == 0 else 1.5, label=name)
-    axes.set(xlabel="steps of training", ylabel="validation loss against no table, nats a token", xlim=(0, None))
-    text = f"{percent(best)} of the budget as a table, {seeds(looks[-1][0].n)}; lines: times the trigram stands in the training text"
-    figure.suptitle(text, fontsize=10.5)
+        colour = OURS if k == 0 else colours(1.0 - k / (len(names) - 1) * 0.98)
+        axes.plot(steps, line, marker=marker, color=colour, markersize=5, linewidth=2.2 if k == 0 else 1.5, label=name)
+    axes.set(xlabel="steps of training", ylabel="loss against no table, nats a token", xlim=(0, None))
+    text = f"Validation loss, {percent(best)} of the budget as a table ({seeds(looks[-1][0].n)}),"
+    figure.suptitle(f"{text}\nby how often the trigram in front of a token stands in the training text", fontsize=11)
     return _save(figure, axes, path, columns=6)
 
 
@@ -107,16 +99,16 @@ def draw_gates(sections: Mapping[str, Any], path: Path) -> Path:
     found = Everywhere(raw)
     best, names = found.best(), buckets(raw)
     figure, (axes,) = _panels()
-    shown = [("table", best, "-o", f"table of {percent(best)}"), *(("size-1", share, "--s", "one row") for k, share in found.others() if k == "size-1")]
+    shown = [("table", best, "-o", f"table of {percent(best)}")]
+    shown += [(kind, share, "--s", "one row") for kind, share in found.others() if kind == "size-1"]
     for kind, share, style, label in shown:
         for (layer, means), colour in zip(found.gates(kind, share).items(), (OURS, THEIRS), strict=False):
             axes.plot(range(len(names)), [mean.value for mean in means], style, color=colour, markersize=5, label=f"{label}, layer {layer}")
-            if means[0].half is not None and kind == "table":
-                low, high = [mean.low for mean in means], [mean.high for mean in means]
-                axes.fill_between(range(len(names)), low, high, color=colour, alpha=0.12, linewidth=0)
+            for run in found.seeds(kind, share).values():
+                axes.plot(range(len(names)), run["gates"][layer][-1], style[:-1], color=colour, linewidth=0.8, alpha=0.5)
     axes.set_xticks(range(len(names)), names)
     axes.set(ylim=(0, 1), xlabel="times that the trigram stands in the training text", ylabel="mean gate, 0 to 1")
-    figure.suptitle("How far the gate opens, at the end of training", fontsize=11)
+    figure.suptitle("How far the gate opens, at the end of training; thin lines are seeds", fontsize=11)
     return _save(figure, axes, path, columns=2)
 
 
@@ -146,8 +138,7 @@ def draw_facts(sections: Mapping[str, Any], path: Path) -> Path:
     figure, panels = _panels(len(counts), height=4.0, sharey=True)
     shown = {"facts": OURS, "lora": THEIRS, "same-bytes": "#8fb8d8"}
     present = {kind: colour for kind, colour in shown.items() if any(found.has(count, kind) for count in counts)}
-    short = {"as taught": "as\ntaught", "context": "behind\nother text", "alias": "registered\nalias", "other paraphrase": "other\nparaphrase"}
-    assert set(short) == set(WORDS)
+    ticks = [WORDS[way].replace(" ", "\n", 1) for way in WAYS]
     for axes, count in zip(panels, counts, strict=True):
         width = 0.8 / len(present)
         for k, (kind, colour) in enumerate(present.items()):
@@ -157,7 +148,7 @@ def draw_facts(sections: Mapping[str, Any], path: Path) -> Path:
             at = [place + (k - (len(present) - 1) / 2) * width for place in range(len(WAYS))]
             bars = axes.bar(at, values, width * 0.92, color=colour, label=found.METHODS[kind])
             axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
-        axes.set_xticks(range(len(WAYS)), [short[way] for way in WAYS], fontsize=7.5)
+        axes.set_xticks(range(len(WAYS)), ticks, fontsize=7.5)
         axes.set(title=f"{count:,} facts", ylim=(0, 109))
         axes.title.set_fontsize(10)
         axes.grid(visible=False, axis="x")

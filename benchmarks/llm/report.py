@@ -5,7 +5,7 @@
     python -m benchmarks.llm.report --check          # exit code 1 where a page does not say what the results say
 
 A section is what the pieces say that are given for it, whatever it was before; sections for which none are given stay. Between the lines
-`<!-- llm:NAME -->` and `<!-- /llm:NAME -->` of docs/results.md and docs/llm.md everything is replaced. Imports pieces, page and plots.
+`<!-- llm:NAME -->` and `<!-- /llm:NAME -->` of docs/results.md and docs/llm.md all is replaced. Imports pieces, targets, page and plots.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.llm import page, pieces
+from benchmarks.llm import page, pieces, targets
 from benchmarks.llm.findings import NotMeasured
+from benchmarks.llm.wording import Sections
 from benchmarks.tables import RESULTS, ROOT, put_section
 from tiny_engram.files import write_atomically
 
@@ -37,7 +38,7 @@ PLOTS = {
 }
 
 
-def blocks(sections: page.Sections, folder: Path) -> dict[str, Callable[[], str]]:
+def blocks(sections: Sections, folder: Path) -> dict[str, Callable[[], str]]:
     """What may stand between markers; `folder` holds the page."""
 
     def plot(name: str) -> str:
@@ -49,7 +50,7 @@ def blocks(sections: page.Sections, folder: Path) -> dict[str, Callable[[], str]
     return made | {f"plot-{name}": lambda name=name: plot(name) for name in PLOTS}
 
 
-def fill_in(text: str, sections: page.Sections, folder: Path) -> str:
+def fill_in(text: str, sections: Sections, folder: Path) -> str:
     """The page with every marked place written anew.
 
     Raises:
@@ -69,7 +70,7 @@ def fill_in(text: str, sections: page.Sections, folder: Path) -> str:
     return MARKED.sub(replaced, text)
 
 
-def differing(text: str, sections: page.Sections, folder: Path) -> list[str]:
+def differing(text: str, sections: Sections, folder: Path) -> list[str]:
     """Names of the marked places of a page that do not say what the results say."""
     anew = [match["old"] for match in MARKED.finditer(fill_in(text, sections, folder))]
     return [match["name"] for match, new in zip(MARKED.finditer(text), anew, strict=True) if match["old"] != new]
@@ -86,7 +87,7 @@ def collect(path: Path, section: str, places: list[Path], *, corpus: Path | None
         figures = pieces.everywhere_figures(found, None if corpus is None else json.loads(corpus.read_text()))
     else:
         figures = {"retention": pieces.retention_figures, "facts": pieces.facts_figures}[section](found)
-    put_section(path, section, {**pieces.together(found), "figures": figures, "rows": page.ROWS[section](figures)})
+    put_section(path, section, {**pieces.together(found), "figures": figures, "rows": targets.ROWS[section](figures)})
 
 
 def sections_of(path: Path) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def sections_of(path: Path) -> dict[str, Any]:
 
 def cli(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llm.report", description=(__doc__ or "").splitlines()[0])
-    for section in page.ROWS:
+    for section in targets.ROWS:
         parser.add_argument(f"--{section}", type=Path, nargs="+", default=[], metavar="PLACE", help="folders or files of pieces")
     parser.add_argument("--corpus", type=Path, help="corpus.json of the folder that the runs from scratch read")
     parser.add_argument("--commit", default="", help="of pieces that do not say theirs")
@@ -122,11 +123,11 @@ def cli(words: list[str] | None = None) -> int:
             for name, place in wrong:
                 print(f"{name} does not agree with {args.results.name} in {place}; run this without --check", file=sys.stderr)
             return int(bool(wrong))
-        for section in page.ROWS:
+        for section in targets.ROWS:
             if places := getattr(args, section):
                 collect(args.results, section, places, corpus=args.corpus, commit=args.commit, machine=args.machine)
         sections = sections_of(args.results)
-        for section, make in page.ROWS.items():  # by what the code says now, also of sections that were not collected anew
+        for section, make in targets.ROWS.items():  # by what the code says now, also of sections that were not collected anew
             if section in sections and sections[section]["rows"] != (rows := make(sections[section]["figures"])):
                 sections[section] |= {"rows": rows}
                 put_section(args.results, section, sections[section])

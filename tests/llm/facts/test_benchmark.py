@@ -37,15 +37,18 @@ def test_dry_run(run):
 
 def test_what_is_there_is_not_run_again(run, tmp_path):
     out = tmp_path / "out"
-    words = ("--out", str(out), "--counts", "4", "--lora-shapes", "r8", "--rates", "1e-3")
-    assert len(run(*words)) == 5
+    out.mkdir()
+    kept = {"method": "facts", "facts": 4, "bytes": 594, "seconds": 0.05}
+    (out / "facts-4.json").write_text(json.dumps(kept))
+    rows = run("--out", str(out), "--counts", "4", "--lora-shapes", "r8", "--rates", "1e-3")
+    assert [row["method"] for row in rows] == ["base", "LoRA r8", "facts with aliases", "LoRA r8 with aliases"]
     names = ["base-4", "facts-4", "facts-with-aliases-4", "lora-r8-0.001-4", "lora-r8-0.001-with-aliases-4"]
-    assert sorted(path.name for path in out.iterdir()) == [f"{name}.json" for name in names]
-    for path in out.iterdir():
-        piece = json.loads(path.read_text())
-        assert piece["commit"] == "0123abcd" and piece["versions"]["peft"] and piece["settings"]["teaching"]["steps"] == 3
-    (out / "facts-with-aliases-4.json").unlink()
-    assert [row["method"] for row in run(*words)] == ["facts with aliases"]
+    assert sorted(path.stem for path in out.iterdir()) == names
+    assert json.loads((out / "facts-4.json").read_text()) == kept
+    for row, name in zip(rows, ("base-4", "lora-r8-0.001-4", "facts-with-aliases-4", "lora-r8-0.001-with-aliases-4"), strict=True):
+        piece = json.loads((out / f"{name}.json").read_text())
+        assert row.items() <= piece.items() and piece["commit"] == "0123abcd" and piece["versions"]["peft"]
+        assert piece["settings"]["teaching"]["steps"] == 3
 
 
 def test_made_up_facts_are_a_thousand_different_ones():
