@@ -10,13 +10,14 @@ Imports torch and benchmarks/tables.py.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tables import RESULTS, circumstances
+from tables import RESULTS, circumstances, put_section, row
+
+__all__ = ["captured", "copy_rate", "device_us", "graph_us", "need", "record", "row"]
 
 
 def need(ok: bool, what: str) -> None:
@@ -81,17 +82,8 @@ def copy_rate(nbytes: int = 1 << 31) -> float:
     return 2 * nbytes / (device_us(lambda: target.copy_(source)) * 1e-6)
 
 
-def row(measure: str, figure: str, target: str = "", met: bool | None = None) -> dict[str, Any]:
-    """One line of the table: `met` is None where nothing was asked for."""
-    return {"measure": measure, "figure": figure, "target": target, "met": met}
-
-
 def record(name: str, section: str, *, figures: dict[str, Any], rows: Sequence[dict[str, Any]], packages: Sequence[str] = ()) -> None:
     """Put one section into benchmarks/results/NAME.json; the other sections stay."""
-    path = RESULTS / f"{name}.json"
-    report = json.loads(path.read_text()) if path.exists() else {"table": [], "sections": {}}
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     where = circumstances("torch", "triton", *packages, accelerator=accelerator)
-    report["sections"][section] = {**where, "figures": figures, "rows": list(rows)}
-    report["table"] = [line for part in report["sections"].values() for line in part["rows"]]
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    put_section(RESULTS / f"{name}.json", section, {**where, "figures": figures, "rows": list(rows)})

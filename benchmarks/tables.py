@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- /table:(?P=name) -->)", re.DOTALL)
 
+NUMBERS = re.compile(r"\[\s+([^\[\]{}\"]+?)\s+\]")  # a list of bare values, as json writes it with an indent
+
 
 def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -55,6 +57,23 @@ def keep(report: dict[str, Any], path: Path) -> None:
     """Write a benchmark's report, as `load` reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def row(measure: str, figure: str, target: str = "", met: bool | None = None) -> dict[str, Any]:
+    """One line of a section: `met` is None where nothing was asked for."""
+    return {"measure": measure, "figure": figure, "target": target, "met": met}
+
+
+def put_section(path: Path, section: str, content: dict[str, Any]) -> None:
+    """Put one section, which holds `rows`, into a result of several; the other sections stay, and `table` is the rows of all.
+
+    A list of bare values takes one line of the file, so that a curve of a hundred points is not a hundred lines.
+    """
+    report = json.loads(path.read_text()) if path.exists() else {"table": [], "sections": {}}
+    report["sections"][section] = content
+    report["table"] = [line for part in report["sections"].values() for line in part["rows"]]
+    text = NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(report, indent=1))
+    path.write_text(text + "\n")
 
 
 def _cell(value: object) -> str:

@@ -1,6 +1,6 @@
 """Ordinary technical English at hand: docstrings, documentation and licences of the packages that are installed.
 
-    python benchmarks/llm/corpus.py build/llm           # writes corpus.npz and tokenizer.json there
+    python -m benchmarks.llm.corpus build/llm           # writes corpus.npz, tokenizer.json and ordinary.txt there
 
 Documents come in the order of their paths, paragraphs that were seen before are dropped (packages copy from each other), a twentieth of
 the documents, chosen by a digest of their text, is for validation. The tokenizer is byte-level BPE of 8,192 tokens, trained on the rest.
@@ -81,6 +81,7 @@ def build(folder: Path, roots: list[Path]) -> None:
     tokenizer.train_from_iterator(train, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "ordinary.txt").write_text("\n\n".join(held_out))  # what retention.py judges by
     arrays = {}
     for name, documents in (("train", train), ("validation", held_out)):
         ids: list[int] = []

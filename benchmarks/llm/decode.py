@@ -1,19 +1,24 @@
-"""What Engram costs `model.generate` in transformers: a 4B-class model, rows in host memory, rows on the device, and no Engram.
+"""What Engram costs a decoder of transformers: a 4B-class model, rows in host memory, rows on the device, and no Engram.
 
-    python benchmarks/llm/decode.py                  # an H200 in a host with 128 GiB: some five minutes; the figures to keep
+    python benchmarks/llm/decode.py                  # an H200 in a host with 128 GiB: some four minutes; the figures to keep
     python benchmarks/llm/decode.py --rows 200000    # a table of so many rows, keeps no figures
-    python benchmarks/llm/decode.py --dry            # a few seconds on a CPU: does it run?
+    python benchmarks/llm/decode.py --dry            # a few seconds on a CPU, without graphs: does it run?
 
 One table of 94.42 GiB serves both Engram layers (published hash of DeepSeek V4.1-Flash: 24 rows of 256 values for each token and layer),
 once in pinned host memory and once whole on the device; every row follows a rule. The model is transformers' Qwen3 with random weights
-in bfloat16, and tokens are sampled, so that rows are as scattered as they can be. Before anything is timed the two tables must give
-the same tokens, and Engram others than none. Kernels are launched one by one, as transformers does it; the same table beside a decoder that
-is one CUDA graph: benchmarks/overlap.py.
+in bfloat16, shared by the three variants, and tokens are sampled on the device, so that rows are as scattered as they can be.
+
+    graph    one step as a CUDA graph over a StaticCache, sampling included: what the device needs
+    eager    the same step as transformers launches it, one kernel after the other, over a DynamicCache: what the host needs, too
+
+Variants take turns, in runs of steps (graph) or step by step (eager), so that a moment of a busy machine meets all of them. Before
+anything is timed the two tables must give the same tokens, and Engram others than none.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -21,22 +26,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from decode_stack import HASH, HEAD_DIM, TINY, Shape
 from full_size import device, same_bits, say, synchronize
-from gpu import need, record, row
+from gpu import captured, need, record, row
+from overlap import step_ms
 
 from tiny_engram.hashing import NgramHasher
-from tiny_engram.llm import EngramConfig, EngramLayers, attach
+from tiny_engram.llm import EngramConfig, attach
+from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.table import EngramTable
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.storage import RowStorage
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "assets" / "bases" / "emoji-sd" / "tokenizer"
-BATCHES, PROMPT, NEW, ROUNDS = (1, 32, 256), 16, 96, 5
-CHECKED_NEW = 12
+BATCHES, PROMPT = (1, 32, 256), 16
+CONTEXT = 128  # of the static cache; also the most steps that follow each other
+ROUNDS, STEPS = 12, 50
+EAGER_STEPS = 100
 LIMIT, LIMIT_FROM = 0.01, 32
 
 
@@ -84,115 +93,160 @@ def tables(rows: int) -> dict[str, EngramTable]:
     return made
 
 
-class Bench:
-    """One model and its Engram layers, whose rows come from either table."""
+class Variants:
+    """One model three times, over the same weights: with rows of each table, and by itself."""
 
     def __init__(self, shape: Shape, *, vocab: int) -> None:
         """vocab: rows asked for in each column."""
-        self.shape, self.tokenizer = shape, AutoTokenizer.from_pretrained(TOKENIZER)
+        self.tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
         self.config = EngramConfig(
             layers=shape.engram_at, max_ngram=HASH.max_ngram, heads=HASH.heads, vocab=vocab, head_dim=HEAD_DIM, form="v41", start="values"
         )
-        self.model = decoder_model(shape, len(self.tokenizer))
+        self.models = {"none": decoder_model(shape, len(self.tokenizer))}
 
     def rows(self) -> int:
         """What the hash of both layers needs."""
         completed = self.config.completed(compressed_vocab=1000, pad_id=0).hash_config
         return max(NgramHasher(completed, layer).rows_total for layer in self.config.layers)
 
-    def attached(self, tables: dict[str, EngramTable]) -> EngramLayers:
-        engrams = attach(self.model, self.config, self.tokenizer, tables=dict.fromkeys(self.config.layers, tables["host"]))
-        with torch.no_grad():  # as after training: a value projection that says something
-            for name, weight in engrams.engrams.named_parameters():
-                if name.endswith("wkv.weight"):
-                    weight.normal_(std=weight.shape[1] ** -0.5)
-        return engrams.to(torch.bfloat16).requires_grad_(False)
+    def attach(self, tables: dict[str, EngramTable]) -> None:
+        weights: dict[str, torch.Tensor] | None = None
+        for name, table in tables.items():
+            plain = self.models["none"]
+            model = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
+            engrams = attach(model, self.config, self.tokenizer, tables=dict.fromkeys(self.config.layers, table))
+            if weights is None:
+                weights = engrams.engrams.state_dict()
+                for key, weight in weights.items():  # as after training: a value projection that says something
+                    if key.endswith("wkv.weight"):
+                        weight.normal_(std=weight.shape[1] ** -0.5)
+            engrams.engrams.load_state_dict(weights)
+            engrams.to(torch.bfloat16).requires_grad_(False)
+            self.models[name] = model
 
-    def read(self, engrams: EngramLayers, table: EngramTable) -> None:
-        for layer in self.config.layers:
-            engrams.use_rows(layer, table)
 
-    def generate(self, batch: int, new: int) -> torch.Tensor:
+class Decoding:
+    """A batch of requests in one variant, a token a step; sampled tokens never visit the host."""
+
+    def __init__(self, model: Any, batch: int, *, static: bool) -> None:
+        self.model, self.batch, self.static = model, batch, static
+        self.cache_argument = decoder_of(model).cache_argument
+        self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device())
+        self.place = torch.zeros((1, 1), dtype=torch.int64, device=device())
+        self.logits = torch.zeros((batch, model.config.vocab_size), dtype=torch.bfloat16, device=device())
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the prompts, which are the same in every variant; the first token is drawn by the first step."""
+        if not self.static:
+            self.cache: Any = DynamicCache(config=self.model.config)
+        elif not hasattr(self, "cache"):
+            self.cache = StaticCache(config=self.model.config, max_cache_len=CONTEXT)
+        else:
+            self.cache.reset()
+        generator = torch.Generator().manual_seed(self.batch)
+        prompt = torch.randint(1, self.model.config.vocab_size - 2, (self.batch, PROMPT), generator=generator).to(device())
+        self.model(prompt[:, :-1], logits_to_keep=1, **{self.cache_argument: self.cache})
+        self.token.copy_(prompt[:, -1:])
+        self.place.fill_(PROMPT - 1)
+
+    def rewind(self) -> None:
+        """Back to the end of the prompts, of a static cache, without reading them again."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(PROMPT - 1)
+        self.place.fill_(PROMPT - 1)
+
+    def step(self) -> None:
+        self.logits.copy_(self.model(self.token, position_ids=self.place, **{self.cache_argument: self.cache}).logits[:, -1])
+        probability = torch.softmax(self.logits, dim=-1, dtype=torch.float32)
+        self.token.copy_((probability / torch.empty_like(probability).exponential_()).argmax(dim=-1, keepdim=True))
+        self.place.add_(1)
+
+
+def check(steps: dict[str, Any], made: dict[str, Decoding]) -> None:
+    """Rows from the host and rows on the device make the same tokens; no Engram makes others."""
+    said: dict[str, list[torch.Tensor]] = {}
+    for name, decoding in made.items():
+        decoding.begin()
         torch.manual_seed(3)
-        prompt = torch.randint(1, len(self.tokenizer) - 2, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).to(device())
-        options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "min_new_tokens": new}
-        return self.model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
-
-    def seconds(self, batch: int, new: int) -> float:
-        synchronize()
-        began = time.perf_counter()
-        self.generate(batch, new)
-        synchronize()
-        return time.perf_counter() - began
-
-
-def check(bench: Bench, tables: dict[str, EngramTable], plain: torch.Tensor, engrams: EngramLayers) -> None:
-    """Both tables give the same tokens, and others than no Engram."""
-    said = {}
-    for name, table in tables.items():
-        bench.read(engrams, table)
-        said[name] = bench.generate(4, CHECKED_NEW)
-    need(torch.equal(said["host"], said["device"]), "rows from the host and rows on the device make different tokens")
-    need(not torch.equal(said["host"], plain), "Engram layers do not move what is said")
-    need(len(plain[:, PROMPT:].unique()) > CHECKED_NEW, "the model says the same again and again")
-    say("  host and device: the same tokens; others than without Engram")
+        said[name] = []
+        for _ in range(6):
+            steps[name]()
+            said[name] += [decoding.logits.clone(), decoding.token.clone()]
+        need(bool(decoding.logits.isfinite().all()), f"{name}: logits are not finite")
+    same = all(torch.equal(one, other) for one, other in zip(said["host"], said["device"], strict=True))
+    need(same, "rows from the host and rows on the device make different logits or tokens")
+    need(not torch.equal(said["host"][0], said["none"][0]), "Engram layers do not move the logits")
+    need(made["host"].batch < 4 or len(said["host"][-1].unique()) > 1, "all requests sample the same token")
 
 
-def measure(bench: Bench, made: dict[str, EngramTable], *, rounds: int, new: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
-    plain = bench.generate(4, CHECKED_NEW)
-    none: dict[int, list[float]] = {batch: [] for batch in batches}
-    engram: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in made} for batch in batches}
+def graphs(variants: Variants, batch: int, *, rounds: int, count: int) -> dict[str, float]:
+    """Milliseconds of a step as a CUDA graph."""
+    made = {name: Decoding(model, batch, static=True) for name, model in variants.models.items()}
+    steps = {name: captured(decoding.step) for name, decoding in made.items()}
+    check(steps, made)
 
-    def without() -> None:
-        for batch in batches:
-            bench.generate(batch, 4)
-            none[batch] += [bench.seconds(batch, new) for _ in range(max(1, rounds // 2))]
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds + 1):
+        for name, decoding in made.items():
+            decoding.rewind()
+            taken[name].append(step_ms(steps[name], count))
+        if not number:
+            taken = {name: [] for name in made}  # the first round warms
+    return {name: statistics.median(values) for name, values in taken.items()}
 
-    without()
-    engrams = bench.attached(made)
-    check(bench, made, plain, engrams)
-    for batch in batches:
-        for number in range(rounds + 1):
-            # Whichever is second finds the machine as the first left it: they take turns.
-            for name in sorted(made, reverse=bool(number % 2)):
-                bench.read(engrams, made[name])
-                bench.generate(batch, 2)
-                taken = bench.seconds(batch, new)
-                if number:
-                    engram[batch][name].append(taken)
-    engrams.detach()
-    without()
-    figures = []
-    for batch in batches:
-        seconds = {**engram[batch], "none": none[batch]}
-        middle = {name: statistics.median(values) for name, values in seconds.items()}
-        each = sorted(host / near - 1 for host, near in zip(engram[batch]["host"], engram[batch]["device"], strict=True))
-        figures.append(
-            {
-                "batch": batch,
-                "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
-                "tokens_per_s": {name: batch * new / value for name, value in middle.items()},
-                "slowdown_against_device": statistics.median(each),
-                "slowdown_range": [each[0], each[-1]],
-                "slowdown_against_none": middle["host"] / middle["none"] - 1,
-                "device_against_none": middle["device"] / middle["none"] - 1,
-            }
-        )
-        say(f"  batch {batch}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures[-1].items() if isinstance(v, float)) + f" {middle}")
+
+def eager(variants: Variants, batch: int, *, count: int) -> dict[str, float]:
+    """Milliseconds of a step as it is launched, its end waited for."""
+    made = {name: Decoding(model, batch, static=False) for name, model in variants.models.items()}
+    check({name: decoding.step for name, decoding in made.items()}, made)
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(count):
+        # Whoever follows another finds the machine as that one left it: they change places.
+        for name in list(made)[number % 3 :] + list(made)[: number % 3]:
+            synchronize()
+            began = time.perf_counter()
+            made[name].step()
+            synchronize()
+            taken[name].append((time.perf_counter() - began) * 1e3)
+    return {name: statistics.median(values[5:]) for name, values in taken.items()}
+
+
+def measure(variants: Variants, batch: int, *, quick: bool) -> dict[str, Any]:
+    figures: dict[str, Any] = {"batch": batch}
+    ways = {
+        "graph": lambda: graphs(variants, batch, rounds=1 if quick else ROUNDS, count=2 if quick else STEPS),
+        "eager": lambda: eager(variants, batch, count=10 if quick else EAGER_STEPS),
+    }
+    for way, run in ways.items():
+        ms = run()
+        figures[way] = {
+            "ms": ms,
+            "tokens_per_s": {name: batch / value * 1e3 for name, value in ms.items()},
+            "host_against_device": ms["host"] / ms["device"] - 1,
+            "host_against_none": ms["host"] / ms["none"] - 1,
+            "device_against_none": ms["device"] / ms["none"] - 1,
+        }
+        told = ", ".join(f"{name} {value:.3f} ms" for name, value in ms.items())
+        say(f"  batch {batch}, {way}: {told}; host against device {figures[way]['host_against_device']:+.2%}")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # keys, values and graphs of this way
     return figures
 
 
 def lines_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    batch, slow, rate = figures["batch"], figures["slowdown_against_device"], figures["tokens_per_s"]
-    asked = batch >= LIMIT_FROM
-    low, high = figures["slowdown_range"]
-    compared = f"{rate['host']:,.0f} against {rate['device']:,.0f} tokens/s, {slow:+.2%} ({low:+.2%} to {high:+.2%})"
-    target = f"<= {LIMIT:.0%} slower" if asked else ""
-    against = f"{rate['none']:,.0f} tokens/s; host {figures['slowdown_against_none']:+.2%}, device {figures['device_against_none']:+.2%}"
-    return [
-        row(f"generate, batch {batch}: rows in host memory against on the device", compared, target, slow <= LIMIT if asked else None),
-        row(f"generate, batch {batch}: no Engram layers", against),
-    ]
+    batch, lines = figures["batch"], []
+    for way in ("graph", "eager"):
+        found = figures[way]
+        slow, rate = found["host_against_device"], found["tokens_per_s"]
+        asked = batch >= LIMIT_FROM and way == "graph"
+        compared = f"{rate['host']:,.0f} against {rate['device']:,.0f} tokens/s, {slow:+.2%}"
+        target = f"<= {LIMIT:.0%} slower" if asked else ""
+        label = f"decoding with transformers, {way}, batch {batch}"
+        lines.append(row(f"{label}: rows in host memory against on the device", compared, target, slow <= LIMIT if asked else None))
+        more = f"host {found['host_against_none']:+.2%}, device {found['device_against_none']:+.2%} of time"
+        lines.append(row(f"{label}: no Engram layers", f"{rate['none']:,.0f} tokens/s; {more}"))
+    return lines
 
 
 def main() -> None:
@@ -202,15 +256,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = 20_000 if options.dry else options.rows
     shape = TINY if options.dry else Shape()
-    with torch.inference_mode():
-        bench = Bench(shape, vocab=HASH.vocab if rows is None else max(64, rows // HASH.columns))
-        made = tables(bench.rows())
-        if options.dry:
-            measure(bench, made, rounds=2, new=6, batches=(1, 4))
-            return
-        figures = measure(bench, made, rounds=ROUNDS, new=NEW, batches=BATCHES)
+    with torch.no_grad():
+        variants = Variants(shape, vocab=HASH.vocab if rows is None else max(64, rows // HASH.columns))
+        made = tables(variants.rows())
+        variants.attach(made)
+        figures = [measure(variants, batch, quick=options.dry) for batch in ((1, 4) if options.dry else BATCHES)]
     if rows is None and torch.cuda.is_available():
-        about = {"shape": {name: getattr(shape, name) for name in shape.__dataclass_fields__}, "prompt": PROMPT, "new_tokens": NEW}
+        about = {"shape": {name: getattr(shape, name) for name in shape.__dataclass_fields__}, "context": CONTEXT, "prompt": PROMPT}
         about["table_bytes"] = made["host"].storage.nbytes
         kept = {**about, "batches": figures}
         record("llm", "decode", figures=kept, rows=[line for one in figures for line in lines_of(one)], packages=("transformers",))

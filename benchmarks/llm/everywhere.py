@@ -1,8 +1,7 @@
 """Does an Engram table help a small GPT trained from scratch, at equal parameters and equal steps?
 
-    python benchmarks/llm/corpus.py build/llm
-    python benchmarks/llm/everywhere.py build/llm --out build/llm/everywhere --workers 3      # on a GPU, some minutes
-    python benchmarks/llm/everywhere.py build/llm --out build/llm/everywhere --report         # into benchmarks/results/llm.json
+    python -m benchmarks.llm.corpus build/llm
+    python -m benchmarks.llm.everywhere build/llm --out build/llm/everywhere --workers 3      # on a GPU, some minutes
 
 All runs have one budget of parameters beside the token embeddings. A share of it is a table, read at two layers (n = 3, 8 heads, rows of
 32 values); the feed-forward layers give it up, so that attention is the same in all. `size-1` has the layers of a share and a table of one
@@ -13,11 +12,11 @@ table's share. Rows learn through the FP8 quantiser, by Adam for sparse gradient
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.llm.pieces import BUCKETS, here, keep_piece
 from tiny_engram.kernels.engram_gate import engram_gate
 from tiny_engram.llm import EngramConfig, EngramLayers
 from tiny_engram.llm.rows import LearnedRows
@@ -39,7 +39,6 @@ ATTENTION, PER_WIDTH = 4 * HIDDEN * HIDDEN, 3 * HIDDEN
 BUDGET = LAYERS * (ATTENTION + FULL * PER_WIDTH)
 # What the layers hold beside the table: two projections with biases, norms, convolution.
 ENGRAM_DENSE = len(MOUNTS) * (2 * (COLUMNS * HEAD_DIM + 1) * HIDDEN + 7 * HIDDEN)
-BUCKETS = (0, 1, 4, 16, 64, 256)  # times that the trigram before a token stands in the training text
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ class Plan:
         return max(2, int(BUDGET * self.share / (len(MOUNTS) * COLUMNS * HEAD_DIM)))
 
 
-def plans(seeds: int) -> list[Plan]:
+def plans(seeds: int, shares: Sequence[float]) -> list[Plan]:
     found = []
     for seed in range(seeds):
         found += [Plan("plain", 0.0, seed)]
-        found += [Plan("table", share, seed) for share in (0.05, 0.1, 0.2, 0.4, 0.6)]
+        found += [Plan("table", share, seed) for share in shares]
         found += [Plan("size-1", 0.2, seed), Plan("hot", 0.2, seed)]
     return found
 
@@ -291,6 +290,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the corpus")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file for each run; those that are there are not run again")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4, 0.6], help="of the kind table")
     parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--batch", type=int, default=64, help=f"windows of {CONTEXT} tokens")
     parser.add_argument("--rate", type=float, default=1.5e-3)
@@ -299,22 +299,23 @@ def main() -> None:
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="kinds or runs, with commas: plain,table-0.10-2")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    where = here()
     if args.workers > 1 and args.worker is None:
-        children = [subprocess.Popen([sys.executable, *sys.argv, "--worker", str(number)]) for number in range(args.workers)]
+        again = [sys.executable, "-m", "benchmarks.llm.everywhere", *sys.argv[1:], "--worker"]
+        children = [subprocess.Popen([*again, str(number)]) for number in range(args.workers)]
         sys.exit(max(child.wait() for child in children))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
     data = Data(args.folder, device)
     kinds = args.only.split(",") if args.only else None
-    asked = [plan for plan in plans(args.seeds) if kinds is None or {plan.kind, plan.name} & {*kinds}]
+    asked = [plan for plan in plans(args.seeds, args.shares) if kinds is None or {plan.kind, plan.name} & {*kinds}]
     asked = [plan for plan in asked if not (args.out / f"{plan.name}.json").exists()]
     for plan in asked[args.worker or 0 :: args.workers]:
         path = args.out / f"{plan.name}.json"
         if path.exists():
             continue
         told = run(plan, data, device, steps=args.steps, batch=args.batch, rate=args.rate, looks=args.looks)
-        path.write_text(json.dumps(told) + "\n")
+        keep_piece(path, {**told, **where})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a language model forgets while it learns a narrow text: Engram layers against LoRA r8.
 
-    python benchmarks/llm/retention.py MODEL --ordinary build/llm/ordinary.txt --out build/llm/retention  # MODEL: a folder or GGUF file
+    python -m benchmarks.llm.retention MODEL --ordinary build/llm/ordinary.txt --out build/llm/retention  # MODEL: a folder or GGUF file
 
 The narrow text is this project's own documentation, which no model has seen; ordinary text is documentation of installed packages. Both
 methods are taught on the same windows in the same order, each at several learning rates; while they learn, the loss on the narrow text and
@@ -10,7 +10,6 @@ on ordinary text is noted. Compared is the loss on ordinary text where both have
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.llm.pieces import here, keep_piece
 from tiny_engram.llm import EngramConfig, EngramLayers
 from tiny_engram.llm.loading import load_causal_lm
 
@@ -113,15 +113,6 @@ def teach(
     return {**told, "points": points}
 
 
-def ordinary_at(points: list[dict[str, float]], narrow_loss: float) -> float | None:
-    """Loss on ordinary text where the narrow text's came to this, between two points."""
-    for before, after in zip(points, points[1:], strict=False):
-        if after["narrow"] <= narrow_loss <= before["narrow"]:
-            share = (before["narrow"] - narrow_loss) / max(before["narrow"] - after["narrow"], 1e-9)
-            return before["ordinary"] + share * (after["ordinary"] - before["ordinary"])
-    return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -131,17 +122,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     args = parser.parse_args()
+    where = here("peft")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_causal_lm(args.model, device=device)
     taught = windows(tokenizer, narrow())
     judged = {"narrow": taught[::4], "ordinary": windows(tokenizer, [args.ordinary.read_text()], 128)}
-    args.out.mkdir(parents=True, exist_ok=True)
     for seed in range(args.seeds):
         for name in args.methods:
             for rate in RATES[name]:
                 path = args.out / f"{name}-{rate:g}-{seed}.json"
                 if not path.exists():
-                    path.write_text(json.dumps(teach(name, rate, model, tokenizer, taught, judged, args.steps, seed)) + "\n")
+                    keep_piece(path, {**teach(name, rate, model, tokenizer, taught, judged, args.steps, seed), **where})
 
 
 if __name__ == "__main__":

