@@ -25,11 +25,12 @@ def _everywhere_says(found: Everywhere) -> list[str]:
 
 def _shape_says(found: Everywhere, best: float) -> Iterable[str]:
     worse = [share for share in found.shares if found.against_plain("table", share).value > 0]
-    if best == found.shares[0]:
+    lowest = found.lowest()
+    if lowest == found.shares[0]:
         text = "The curve is lowest at the smallest share tried, so that its left arm was not seen"
     else:
-        text = f"The curve over shares is lowest at {percent(best)}"
-    yield f"{text}; from {percent(worse[0])} on a table does harm." if worse and worse[0] > best else f"{text}."
+        text = f"The curve over shares is lowest at {percent(lowest)}"
+    yield f"{text}; from {percent(worse[0])} on a table does harm." if worse and worse[0] > lowest else f"{text}."
     for kind, share in found.others():
         if kind == "size-1":
             value = found.against_plain(kind, share).value
@@ -83,8 +84,8 @@ def _facts_say(found: FactRuns) -> list[str]:
     kept = all(run["off_trigger_change"] == 0 for run in runs)
     text = (
         f"**Facts: {'' if whole else 'not '}all are recalled by trigger and alias, {'few' if other else 'none'} by other words.** "
-        f"Of {several} facts {span('as taught')} as taught, {span('alias')} by aliases, {span('context')} behind a text that was not taught, "
-        f"{span('other paraphrase')} by paraphrases that are not registered. Text without a trigger "
+        f"Of {several} facts {span('as taught')} as taught, {span('alias')} by aliases, {span('context')} behind a text that was not "
+        f"taught, {span('other paraphrase')} by paraphrases that are not registered. Text without a trigger "
         f"{'keeps its bits' if kept else 'does not keep its bits'}; a fact takes {max(run['bytes_per_fact'] for run in runs):,.0f} bytes."
     )
     both = [run for count, run in zip(counts, runs, strict=True) if found.has(count, "lora")]
@@ -109,6 +110,9 @@ def summary(sections: Sections) -> str:
         said += _everywhere_says(Everywhere(figures(sections, "everywhere")))
     if "retention" in sections:
         said += _retention_says(Retention(figures(sections, "retention")))
+    if asked := [line for line in sections.get("decode", {"rows": []})["rows"] if line["met"] is not None]:
+        told = "; ".join(f"{line['measure']}: {line['figure']} (asked: {line['target']})" for line in asked)
+        said.append(f"**Decoding: {sum(line['met'] for line in asked)} of {len(asked)} targets met.** {told}.")
     if not said:
         raise NotMeasured("no runs; the scripts in benchmarks/llm make them")
     return "\n".join(f"- {text}" for text in said) + "\n"
