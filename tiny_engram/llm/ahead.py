@@ -8,6 +8,7 @@ import copy
 import itertools
 import weakref
 from collections import defaultdict, deque
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -47,18 +48,22 @@ class Ahead:
     def begin(self, row_ids: torch.Tensor, dtype: torch.dtype) -> "Coming | None":
         """Begin to read int64 ``[B, T, columns]``; None where they are better read when they are needed, by `read_rows`."""
         tokens = row_ids.shape[0] * row_ids.shape[1]
-        on_device = row_ids.device.type == "cuda"
-        # The memory of a captured read would be the graph's for ever.
-        if not 0 < tokens <= _MOST or (on_device and torch.cuda.is_current_stream_capturing()):
+        if not 0 < tokens <= _MOST:
             return None
-        size = max(8, 1 << (tokens - 1).bit_length())
-        # Another stream would not wait for those who read this one's memory before.
-        stream = torch.cuda.current_stream(row_ids.device).cuda_stream if on_device else None
-        idle = self._idle[size, dtype, row_ids.device, stream]
-        try:
-            prefetcher = idle.pop()
-        except IndexError:
-            prefetcher = Prefetcher(self.rows, capacity=size, columns=self.columns, device=row_ids.device, dtype=dtype)
+        device = row_ids.device
+        made = partial(Prefetcher, self.rows, columns=self.columns, device=device, dtype=dtype)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Each replay reads there again, so that nobody else may have it: taken within the capture, it is the graph's own.
+            idle, prefetcher = deque(), made(capacity=tokens)
+        else:
+            size = max(8, 1 << (tokens - 1).bit_length())
+            # Another stream would not wait for those who read this one's memory before.
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+            idle = self._idle[size, dtype, device, stream]
+            try:
+                prefetcher = idle.pop()
+            except IndexError:
+                prefetcher = made(capacity=size)
         with self._lock:  # a table that is read from a device is for one thread at a time
             self._tell(row_ids)
             prefetcher.start(row_ids)

@@ -5,6 +5,7 @@ Imports torch, safetensors, the core (layer, tokenizer, table) and, of this pack
 
 import json
 import uuid
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,7 +49,7 @@ class EngramLayers(nn.Module):
         enabled: False leaves the model as it is, bit for bit, for calls that begin then; caches go on noting ids.
     """
 
-    def __init__(self, config: EngramConfig, tokenizer: CompressedTokenizer, tables: "dict[int, EngramTable | LearnedRows]") -> None:
+    def __init__(self, config: EngramConfig, tokenizer: CompressedTokenizer, tables: Mapping[int, Rows | LearnedRows]) -> None:
         """Use :meth:`attach`."""
         super().__init__()
         self.config = config
@@ -64,18 +65,30 @@ class EngramLayers(nn.Module):
         self._key = ""  # of this attachment: what a cache keeps for it is nobody else's
 
     @classmethod
-    def attach(cls, model: Any, config: EngramConfig, tokenizer: Any) -> Self:
-        """New layers in front of a model's, with rows that learn; the model computes the same bits as before.
+    def attach(cls, model: Any, config: EngramConfig, tokenizer: Any, *, tables: Mapping[int, Rows] | None = None) -> Self:
+        """New layers in front of a model's; with rows that learn, the model computes the same bits as before.
+
+        Args:
+            tables: rows that are there already, for each of the config's layers, in whatever home; they do not learn, and only
+                `start` "values" leaves the model as it is. Without, rows learn.
 
         Raises:
             UnsupportedModelError: the model has no place for them.
-            TinyEngramError: a tokenizer without a fast backend, or a config made for another model or tokenizer.
+            TinyEngramError: a tokenizer without a fast backend, a config made for another model or tokenizer, or tables for other
+                layers, of another width or with too few rows.
         """
         config, compressed = _completed(model, config, tokenizer)
         generator = torch.Generator().manual_seed(config.seed)
-        std = 0.0 if config.start == "rows" else 0.02
-        rows = {layer: LearnedRows(_rows_total(config, layer), config.head_dim, std=std, generator=generator) for layer in config.layers}
-        made = cls(config, compressed, dict(rows))
+        if tables is None:
+            std = 0.0 if config.start == "rows" else 0.02
+            made = cls(
+                config,
+                compressed,
+                {layer: LearnedRows(_rows_total(config, layer), config.head_dim, std=std, generator=generator) for layer in config.layers},
+            )
+        else:
+            _check_tables(config, tables)
+            made = cls(config, compressed, tables)
         made._draw(generator)
         made._mount(model)
         return made
@@ -256,7 +269,7 @@ class EngramLayers(nn.Module):
                 found = f"{table.storage.rows} rows of {table.storage.head_dim}"
                 wanted = f"{expected[0]} of {expected[1]}"
                 raise TinyEngramError(f"{folder / _table_file(layer)}: {found} values, expected {wanted}; copy the folder again")
-        made = cls(config, compressed, dict(tables))
+        made = cls(config, compressed, tables)
         try:
             made.engrams.load_state_dict(load_file(folder / WEIGHTS_FILE))
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -282,6 +295,20 @@ def _completed(model: Any, config: EngramConfig, tokenizer: Any) -> tuple[Engram
         base_model_name_or_path=getattr(decoder.model.config, "name_or_path", None) or None,
     )
     return completed, compressed
+
+
+def _check_tables(config: EngramConfig, tables: Mapping[int, Rows]) -> None:
+    if set(tables) != set(config.layers):
+        wanted = f"one for each of {sorted(config.layers)}, as EngramConfig.layers says"
+        raise TinyEngramError(f"tables are for layers {sorted(tables)}: expected {wanted}")
+    for layer, table in tables.items():
+        if table.head_dim != config.head_dim:
+            wanted = f"{config.head_dim}, as EngramConfig.head_dim says"
+            raise TinyEngramError(f"layer {layer}: rows have {table.head_dim} values, expected {wanted}")
+        rows, needed = len(table) if isinstance(table, Sized) else None, _rows_total(config, layer)
+        if rows is not None and rows < needed:
+            wanted = "expected a table that was made for this config"
+            raise TinyEngramError(f"layer {layer}: the table has {rows} rows, its hash reaches {needed}; {wanted}")
 
 
 def _rows_total(config: EngramConfig, layer: int) -> int:

@@ -93,7 +93,7 @@ def test_on_a_device(make_llama, tokenizer, taught_file, how):
         moved, own = model(**inputs).logits, base(**inputs).logits
     assert torch.equal(moved[1], own[1]) and not torch.equal(moved[0], own[0])
     report = facts.add(Fact("the founder of Quill", "author", "The founder of Quill"), how=how)
-    assert not report.unlearned and facts.ask("The founder of Quill").startswith("device")
+    assert not report.unlearned and facts.ask("The founder of Quill").startswith("author")
     facts.detach()
     other = attach(make_llama().cuda(), FactsConfig(layers=(1, 3), rho=4.0), tokenizer)
     assert not other.add(Fact("the founder of Quill", "author", "The founder of Quill"), how=how).unlearned
