@@ -111,8 +111,9 @@ def summary(sections: Sections) -> str:
     if "retention" in sections:
         said += _retention_says(Retention(figures(sections, "retention")))
     if asked := [line for line in sections.get("decode", {"rows": []})["rows"] if line["met"] is not None]:
-        told = "; ".join(f"{line['measure']}: {line['figure']} (asked: {line['target']})" for line in asked)
-        said.append(f"**Decoding: {sum(line['met'] for line in asked)} of {len(asked)} targets met.** {told}.")
+        missed = [f"{line['measure']}, {line['figure']} (asked: {line['target']})" for line in asked if not line["met"]]
+        told = f" Missed: {'; '.join(missed)}." if missed else ""
+        said.append(f"**Decoding: {len(asked) - len(missed)} of {len(asked)} targets met.**{told}")
     if not said:
         raise NotMeasured("no runs; the scripts in benchmarks/llm make them")
     return "\n".join(f"- {text}" for text in said) + "\n"

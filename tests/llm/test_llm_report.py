@@ -245,7 +245,7 @@ def test_the_command(tmp_path, capsys):
     assert report.cli([*words, "--check"]) == 0
     text = pages[0].read_text()
     assert "of 2 packages" in text and text.count("Not measured yet") == 1  # decoding
-    rows = [row("tokens/s", "1"), row("pinned below device", "3 %", "<= 1 %", False)]
+    rows = [row("tokens/s", "1"), row("pinned below device", "3 %", "<= 1 %", False), row("the same, 32", "0 %", "<= 1 %", True)]
     put_section(results, "decode", {**WHERE, "figures": {}, "rows": rows})
     capsys.readouterr()
     assert report.cli([*words, "--check"]) == 1
@@ -253,7 +253,7 @@ def test_the_command(tmp_path, capsys):
         *("summary", "decode", "targets", "circumstances", "summary")
     ]
     assert report.cli(words) == 0 and "| tokens/s | 1 |" in pages[0].read_text()
-    assert "0 of 1 targets met.** pinned below device: 3 % (asked: <= 1 %)." in pages[1].read_text()
+    assert "1 of 2 targets met.** Missed: pinned below device, 3 % (asked: <= 1 %)." in pages[1].read_text()
     before = results.read_text()
     assert report.cli([*words, "--facts", str(tmp_path / "absent")]) == 2 and capsys.readouterr().err.count("\n") == 1
     assert results.read_text() == before
