@@ -1,4 +1,4 @@
-"""The Markdown blocks of the pages. Every figure and every verdict in them is computed. Imports findings, summary and wording."""
+"""The Markdown blocks of the pages. Every figure and every verdict in them is computed. Imports findings, summary, targets, wording."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.llm.findings import WAYS, Everywhere, FactRuns, NotMeasured, Retention, mean_of, paired, turning
 from benchmarks.llm.summary import summary
+from benchmarks.llm.targets import PUBLISHED_BYTES, PUBLISHED_TOP1
 from benchmarks.llm.wording import KINDS, METHODS, WORDS, Sections, buckets, figures, percent, ranged, seeds
 from benchmarks.personalization.formats import table, verdict
 
@@ -100,7 +101,8 @@ def facts(sections: Sections) -> str:
         raise NotMeasured("no runs; benchmarks/llm/facts.py makes them")
     ways = [WORDS[way] for way in WAYS]
     heads = ["facts", "method", "aliases taught", *ways, "ordinary loss", "goes on", "bytes", "bytes a fact", "seconds a fact"]
-    return table(heads, rows)
+    published = f"Published for 100 facts: LoRA recalls {percent(PUBLISHED_TOP1)} and takes {PUBLISHED_BYTES} times the table's bytes."
+    return f"{table(heads, rows)}\n{published}\n"
 
 
 def decode(sections: Sections) -> str:

@@ -38,7 +38,7 @@ def _save(figure: Any, axes: Any, path: Path, columns: int = 3) -> Path:
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, dpi=DPI, format="png")
     plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(192, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_atomically(path, small.getvalue())
 
@@ -66,7 +66,7 @@ def draw_shares(sections: Mapping[str, Any], path: Path) -> Path:
         axes.plot([at] * len(points), points, "x", color="black", markersize=5, zorder=5, label=None if "a seed" in seen else "a seed")
         drawn += points
     # An interval of two seeds would flatten the curve itself, so that it may leave the picture.
-    reach = max(drawn) - min(drawn)
+    reach = max(max(drawn) - min(drawn), 0.01)
     axes.set(ylim=(min(drawn) - 0.4 * reach, max(drawn) + 0.25 * reach), xlim=(0, 100 * max(found.shares) + 5))
     axes.set(xlabel="share of the parameter budget that is the table, %", ylabel="loss against no table, nats a token")
     figure.suptitle("Validation loss at equal parameters and steps; below 0 a table helps", fontsize=11)

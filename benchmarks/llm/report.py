@@ -54,10 +54,13 @@ def fill_in(text: str, sections: Sections, folder: Path) -> str:
     """The page with every marked place written anew.
 
     Raises:
-        ValueError: a marker that is none of the blocks.
+        ValueError: a marker that is none of the blocks, or no marker at all: some other file was meant.
     """
     made = blocks(sections, folder)
-    if unknown := sorted({match["name"] for match in MARKED.finditer(text)} - set(made)):
+    found = {match["name"] for match in MARKED.finditer(text)}
+    if not found:
+        raise ValueError("holds no '<!-- llm:NAME -->' ... '<!-- /llm:NAME -->'")
+    if unknown := sorted(found - set(made)):
         raise ValueError(f"marker llm:{unknown[0]} is none of {', '.join(made)}")
 
     def replaced(match: re.Match[str]) -> str:
@@ -70,10 +73,23 @@ def fill_in(text: str, sections: Sections, folder: Path) -> str:
     return MARKED.sub(replaced, text)
 
 
-def differing(text: str, sections: Sections, folder: Path) -> list[str]:
+def filled(path: Path, sections: Sections) -> tuple[str, str]:
+    """A page as it is, and as it should be.
+
+    Raises:
+        OSError, ValueError: as `fill_in`, with the page's name.
+    """
+    text = path.read_text()
+    try:
+        return text, fill_in(text, sections, path.parent)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def differing(path: Path, sections: Sections) -> list[str]:
     """Names of the marked places of a page that do not say what the results say."""
-    anew = [match["old"] for match in MARKED.finditer(fill_in(text, sections, folder))]
-    return [match["name"] for match, new in zip(MARKED.finditer(text), anew, strict=True) if match["old"] != new]
+    old, new = (MARKED.finditer(text) for text in filled(path, sections))
+    return [a["name"] for a, b in zip(old, new, strict=True) if a["old"] != b["old"]]
 
 
 def collect(path: Path, section: str, places: list[Path], *, corpus: Path | None, commit: str, machine: str) -> None:
@@ -119,10 +135,12 @@ def cli(words: list[str] | None = None) -> int:
     try:
         if args.check:
             sections = sections_of(args.results)
-            wrong = [(each.name, name) for each in args.pages for name in differing(each.read_text(), sections, each.parent)]
+            wrong = [(each.name, name) for each in args.pages for name in differing(each, sections)]
             for name, place in wrong:
                 print(f"{name} does not agree with {args.results.name} in {place}; run this without --check", file=sys.stderr)
             return int(bool(wrong))
+        for each in args.pages:
+            filled(each, sections_of(args.results))  # a page that is none is said before anything is written
         for section in targets.ROWS:
             if places := getattr(args, section):
                 collect(args.results, section, places, corpus=args.corpus, commit=args.commit, machine=args.machine)
@@ -135,7 +153,7 @@ def cli(words: list[str] | None = None) -> int:
 
         drawn = plots.draw_all(sections, args.pages[0].parent / IMAGES)
         for each in args.pages:
-            write_atomically(each, fill_in(each.read_text(), sections, each.parent).encode())
+            write_atomically(each, filled(each, sections)[1].encode())
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -25,11 +25,12 @@ def _everywhere_says(found: Everywhere) -> list[str]:
 
 def _shape_says(found: Everywhere, best: float) -> Iterable[str]:
     worse = [share for share in found.shares if found.against_plain("table", share).value > 0]
-    if best == found.shares[0]:
+    lowest = found.lowest()
+    if lowest == found.shares[0]:
         text = "The curve is lowest at the smallest share tried, so that its left arm was not seen"
     else:
-        text = f"The curve over shares is lowest at {percent(best)}"
-    yield f"{text}; from {percent(worse[0])} on a table does harm." if worse and worse[0] > best else f"{text}."
+        text = f"The curve over shares is lowest at {percent(lowest)}"
+    yield f"{text}; from {percent(worse[0])} on a table does harm." if worse and worse[0] > lowest else f"{text}."
     for kind, share in found.others():
         if kind == "size-1":
             value = found.against_plain(kind, share).value
@@ -109,6 +110,10 @@ def summary(sections: Sections) -> str:
         said += _everywhere_says(Everywhere(figures(sections, "everywhere")))
     if "retention" in sections:
         said += _retention_says(Retention(figures(sections, "retention")))
+    if asked := [line for line in sections.get("decode", {"rows": []})["rows"] if line["met"] is not None]:
+        missed = [f"{line['measure']}, {line['figure']} (asked: {line['target']})" for line in asked if not line["met"]]
+        told = f" Missed: {'; '.join(missed)}." if missed else ""
+        said.append(f"**Decoding: {len(asked) - len(missed)} of {len(asked)} targets met.**{told}")
     if not said:
         raise NotMeasured("no runs; the scripts in benchmarks/llm make them")
     return "\n".join(f"- {text}" for text in said) + "\n"

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.llm import page, pieces, report, summary, targets
 from benchmarks.llm.findings import Everywhere, FactRuns, NotMeasured, Retention, mean_of, ordinary_at, paired, turning
-from benchmarks.tables import put_section
+from benchmarks.tables import put_section, row
 
 WHERE = {"commit": "0123456789abcdef", "machine": "a device", "versions": {"torch": "2.11.0"}}
 STEPS = (100, 200, 300)
@@ -82,7 +82,7 @@ def sections() -> dict:
 
 
 def rows_of(section: dict) -> dict[str, tuple[str, bool | None]]:
-    return {row["measure"]: (row["figure"], row["met"]) for row in section["rows"]}
+    return {line["measure"]: (line["figure"], line["met"]) for line in section["rows"]}
 
 
 def test_the_pages_agree_with_the_results():
@@ -122,6 +122,11 @@ def test_from_scratch(sections):
     assert rows["from scratch, 40 % of the budget a table: loss against none"][1] is None
 
 
+def test_one_run_is_not_the_best_share_beside_three():
+    found = Everywhere(section("everywhere", [*all_scratch(), scratch("table", 0.05, 0, -0.5)])["figures"])
+    assert (found.best(), found.lowest()) == (0.1, 0.05)
+
+
 def test_verdicts_from_scratch(sections):
     text = summary.summary(sections)
     assert "a table helps" in text and "lowest at the smallest share" in text and "from 40 % on a table does harm" in text
@@ -129,7 +134,7 @@ def test_verdicts_from_scratch(sections):
     few = {"everywhere": section("everywhere", all_scratch(seeds=(0, 1)))}
     assert "a table seems to help" in summary.summary(few)
     one = section("everywhere", all_scratch(seeds=(0,)))
-    assert [row["met"] for row in one["rows"] if row["met"] is not None] == [False]
+    assert [line["met"] for line in one["rows"] if line["met"] is not None] == [False]
     harm = section("everywhere", [scratch("plain", 0.0, 0), scratch("table", 0.1, 0, 0.1), scratch("table", 0.2, 0, 0.2)])
     assert "a table does not help" in summary.summary({"everywhere": harm}) and "+0.100, 1 seed" in summary.summary({"everywhere": harm})
 
@@ -235,22 +240,33 @@ def test_the_command(tmp_path, capsys):
     capsys.readouterr()
     assert report.cli([*words, *given, "--corpus", str(corpus)]) == 0
     kept = json.loads(results.read_text())
-    assert kept["table"] == [row for part in kept["sections"].values() for row in part["rows"]]
+    assert kept["table"] == [line for part in kept["sections"].values() for line in part["rows"]]
     assert sorted(path.stem for path in (tmp_path / report.IMAGES).iterdir()) == sorted(report.PLOTS)
     assert report.cli([*words, "--check"]) == 0
     text = pages[0].read_text()
     assert "of 2 packages" in text and text.count("Not measured yet") == 1  # decoding
-    put_section(results, "decode", {**WHERE, "figures": {}, "rows": [{"measure": "tokens/s", "figure": "1", "target": "", "met": None}]})
+    rows = [row("tokens/s", "1"), row("pinned below device", "3 %", "<= 1 %", False), row("the same, 32", "0 %", "<= 1 %", True)]
+    put_section(results, "decode", {**WHERE, "figures": {}, "rows": rows})
     capsys.readouterr()
     assert report.cli([*words, "--check"]) == 1
-    assert [line.split(" in ")[1].split(";")[0] for line in capsys.readouterr().err.splitlines()] == ["decode", "targets", "circumstances"]
+    assert [line.split(" in ")[1].split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        *("summary", "decode", "targets", "circumstances", "summary")
+    ]
     assert report.cli(words) == 0 and "| tokens/s | 1 |" in pages[0].read_text()
+    assert "1 of 2 targets met.** Missed: pinned below device, 3 % (asked: <= 1 %)." in pages[1].read_text()
     before = results.read_text()
     assert report.cli([*words, "--facts", str(tmp_path / "absent")]) == 2 and capsys.readouterr().err.count("\n") == 1
     assert results.read_text() == before
     for bad in ("{", "[]", '{"sections": 3}'):
         results.write_text(bad)
         assert report.cli(words) == 2 and capsys.readouterr().err.count("\n") == 1
+    other = tmp_path / "notes.txt"
+    other.write_text("no page\n")
+    drawn = {path: path.stat().st_mtime_ns for path in (tmp_path / report.IMAGES).iterdir()}
+    results.write_text(before)
+    assert report.cli(["--results", str(results), "--pages", str(other), *given]) == 2
+    assert "notes.txt: holds no '<!-- llm:NAME -->'" in capsys.readouterr().err and other.read_text() == "no page\n"
+    assert drawn == {path: path.stat().st_mtime_ns for path in (tmp_path / report.IMAGES).iterdir()} and results.read_text() == before
     pages[0].write_text("<!-- llm:speed -->\n<!-- /llm:speed -->\n")
     results.write_text(before)
     assert report.cli([*words, "--check"]) == 2 and "marker llm:speed is none of summary" in capsys.readouterr().err
