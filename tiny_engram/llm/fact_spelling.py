@@ -85,6 +85,8 @@ class Fact:
         """The prompt with another spelling of the trigger in it; a sentence that began with a capital letter does so still."""
         if self.prompt is None:
             return spelling
+        if spelling == self.trigger:
+            return self.prompt  # as it was written, in whatever case
         at = self.prompt.lower().rindex(self.trigger.lower())
         if at == 0 and self.prompt[0].isupper() and spelling[0].islower():
             spelling = spelling[0].upper() + spelling[1:]
@@ -203,11 +205,12 @@ class Speller:
         ((ids, offsets),) = encode_with_offsets(self.tokenizer, [whole], special=True)
         fires = [k for k, (low, high) in enumerate(offsets) if low < at <= high]
         behind = [k for k, (low, high) in enumerate(offsets) if high > len(context) + len(prompt)]
-        if len(fires) != 1 or offsets[fires[0]][1] != at or offsets[behind[0]][0] < len(context) + len(prompt):
+        # A character may take several tokens, of which the last one ends it.
+        if not fires or offsets[fires[-1]][1] != at or offsets[behind[0]][0] < len(context) + len(prompt):
             raise FactError(
                 f"in {whole!r} the trigger or the answer shares a token with its neighbour; expected them apart; change the prompt"
             )
         stop = len(ids)
         while stop > behind[0] + 1 and offsets[stop - 1][0] == offsets[stop - 1][1]:  # what ends a text for some tokenizers
             stop -= 1
-        return Text(tuple(ids[:stop]), fires[0], behind[0])
+        return Text(tuple(ids[:stop]), fires[-1], behind[0])

@@ -34,7 +34,7 @@ _owning_lock = threading.Lock()
 
 @contextmanager
 def reading_as(owners: torch.Tensor) -> Iterator[None]:
-    """Caches that are begun within take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
+    """Caches that are nobody's yet take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
     global _owning
     with _owning_lock:
         _owning += 1
@@ -208,10 +208,11 @@ class DecoderHost:
         hidden = padding(mask, ids, past, keys)
         padded = ids < 0 if hidden is None else hidden | (ids < 0)
         reach = max(reader.reach for reader in self.readers)
-        owners = None
-        if history is not None and history.begun:
-            owners = history.owners
-        elif _owning:
+        begun = history is not None and history.begun
+        owners = history.owners if begun else None  # pyright: ignore[reportOptionalMemberAccess]
+        # What nobody in particular began, such as a prefix for everybody, is whoever's that goes on with it. Not in a graph, which
+        # would be broken at every step for it; its first call is none, as generate makes it.
+        if owners is None and not (begun and torch.compiler.is_compiling()) and _owning:
             owners = _current_owners(ids)  # pyright: ignore[reportArgumentType]
         if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
