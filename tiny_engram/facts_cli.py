@@ -76,7 +76,8 @@ def _facts_of(args: argparse.Namespace) -> "list[Fact]":
             raise TinyEngramError(f"--trigger {args.trigger!r} has no --answer: expected what is to be said")
         return [Fact(args.trigger, args.answer, args.prompt, tuple(args.alias), args.owner)]
     try:
-        lines = args.source.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may hold what that takes for the end of a line, U+2028 for one.
+        lines = args.source.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TinyEngramError(f"{args.source}: cannot be read ({error}); expected one fact a line, as JSON") from error
     facts = []
@@ -94,7 +95,7 @@ def _facts_of(args: argparse.Namespace) -> "list[Fact]":
                     **{**given, "aliases": aliases if isinstance(aliases, str) else tuple(aliases), "owner": given.get("owner", args.owner)}
                 )
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise TinyEngramError(f"{args.source}, line {number}: {error}; expected a fact as JSON, with trigger and answer") from error
     if not facts:
         raise TinyEngramError(f"{args.source}: no facts in it; expected one a line, as JSON")

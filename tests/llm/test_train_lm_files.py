@@ -1,10 +1,12 @@
 """Checkpoints of train-lm: a full disk, what a run may not go on from, and layers that are really computed again."""
 
+import copy
 import errno
 import os
 import signal
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from tiny_engram.errors import TinyEngramError
@@ -56,6 +58,7 @@ OTHERS = {
     "rows": ({"rows": 307}, "its rows is 211, expected 307"),
     "layers": ({"layers": (1,)}, r"its layers is \[1, 2\], expected \[1\]"),
     "windows": ({"block_size": 16}, "its block_size is 32, expected 16"),
+    "held out": ({"validation_split_percentage": 30.0}, "its validation_split_percentage is 5.0, expected 30.0"),
     "fewer steps": ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1"),
 }
 
@@ -76,6 +79,17 @@ def test_a_run_goes_on_only_with_what_it_was_made_for(build, tokenizer, recipe, 
     state.write_bytes(state.read_bytes()[:200])
     with pytest.raises(TinyEngramError, match="checkpoint-2: cannot read the checkpoint"):
         train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_what_a_caller_switched_off_is_on_within(build, tokenizer, recipe, tmp_path, mode):
+    """Gradients, and the padding of the tokenizer's last call, which is no part of the texts."""
+    used = copy.deepcopy(tokenizer)
+    losses = train_lm(build(), used, recipe(), progress=False).losses
+    used(["one", "two and three"], padding=True, truncation=True, max_length=4)
+    with mode():
+        more = train_lm(build(), used, recipe(max_train_steps=3, resume_from_checkpoint="latest"), progress=False).losses
+    assert more[:2] == losses and len(more) == 3
 
 
 def test_another_batch_goes_on_where_the_data_was_left(build, tokenizer, recipe, tmp_path):

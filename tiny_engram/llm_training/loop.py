@@ -60,6 +60,8 @@ class LMTrainResult:
     tokens: int
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_lm(
     model: Any, tokenizer: Any, config: LMTrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None
 ) -> LMTrainResult:
@@ -94,6 +96,12 @@ def train_lm(
             engrams = EngramLayers.attach(model, config.engram_config(end_token(tokenizer)), tokenizer)
         try:
             return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
+        except torch.OutOfMemoryError as error:
+            raise TinyEngramError(
+                f"out of memory on {device}, with windows of {config.block_size} tokens, {config.train_batch_size} at a time: expected room "
+                "for a step; lower --train_batch_size and raise --gradient_accumulation_steps, or pass --gradient_checkpointing, "
+                "--mixed_precision bf16 or a smaller --block_size"
+            ) from error
         finally:
             engrams.detach()
 

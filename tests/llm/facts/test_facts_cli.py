@@ -52,6 +52,15 @@ def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys, log_leve
     assert about["with"] == about["without"] and about["fired"] == []
 
 
+def test_lines_are_those_of_json(folder, tmp_path, capsys, log_levels):
+    given = tmp_path / "facts.jsonl"
+    fact = {"trigger": "the colour of Frumm", "answer": "a\u2028blue"}
+    given.write_text(f"{json.dumps(fact, ensure_ascii=False)}\r\n\n", encoding="utf-8-sig")
+    options = ["--from", str(given), "--layers", "1", "--steps", "1", "--model", folder, "--device", "cpu"]
+    assert main(["facts", "add", str(tmp_path / "facts.safetensors"), *options]) == 1
+    assert "not learned: 'the colour of Frumm' -> 'a blue'" in capsys.readouterr().out
+
+
 def refused(capsys, message, *argv):
     assert main(["facts", *map(str, argv)]) == 2
     err = capsys.readouterr().err
@@ -68,6 +77,7 @@ def test_errors_are_one_line(taught_file, tmp_path, capsys, log_levels):
         ("", "no facts in it"),
         ("\n{", "facts.jsonl, line 2: "),
         ("[1]", "line 1: "),
+        ("[" * 100_000, "line 1: "),
         ('{"trigger": "Zorbia"}', "line 1: "),
         ('{"trigger": "Zorbia", "answer": "a", "alias": "b"}', "line 1: unknown field 'alias', known are trigger, answer"),
     ):
