@@ -84,11 +84,11 @@ def test_a_run_goes_on_only_with_what_it_was_made_for(build, tokenizer, recipe, 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 def test_what_a_caller_switched_off_is_on_within(build, tokenizer, recipe, tmp_path, mode):
     """Gradients, and the padding of the tokenizer's last call, which is no part of the texts."""
-    used = copy.deepcopy(tokenizer)
-    losses = train_lm(build(), used, recipe(), progress=False).losses
+    model, used = build(), copy.deepcopy(tokenizer)
+    losses = train_lm(model, used, recipe(), progress=False).losses
     used(["one", "two and three"], padding=True, truncation=True, max_length=4)
     with mode():
-        more = train_lm(build(), used, recipe(max_train_steps=3, resume_from_checkpoint="latest"), progress=False).losses
+        more = train_lm(model, used, recipe(max_train_steps=3, resume_from_checkpoint="latest"), progress=False).losses
     assert more[:2] == losses and len(more) == 3
 
 
