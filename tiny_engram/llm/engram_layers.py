@@ -154,10 +154,15 @@ class EngramLayers(nn.Module):
         before = call.before[:, call.before.shape[1] - self.reach :]
         stop = before == BLOCKED
         before = canonical[torch.where(stop, 0, before).clamp(max=beyond)]
+        blocked, packed = call.blocked, call.packed
+        if packed is not None:
+            ids, blocked = packed.lay(ids, 0), packed.lay(blocked, True)
+            before, stop = (x.new_full((len(ids), self.reach), 1) for x in (before, stop))
         prepared = {}
         for layer in self.layers:
             engram = self._engram(layer)
-            row_ids = engram.row_ids(ids, blocked=call.blocked, history=before, history_blocked=stop)
+            row_ids = engram.row_ids(ids, blocked=blocked, history=before, history_blocked=stop)
+            row_ids = row_ids if packed is None else packed.back(row_ids)
             prepared[layer] = self._read(layer, engram, row_ids.to(engram.q_weight.device))
         return prepared
 
@@ -199,7 +204,9 @@ class EngramLayers(nn.Module):
         before = None
         if call.history is not None and engram.conv_reach:
             before = call.history.extend_states(f"{self._key}.{layer}", gated, call.past, engram.conv_reach)
-        out = hidden + engram.mixed(gated, before).mean(dim=2)
+        packed = call.packed
+        mixed = engram.mixed(gated, before) if packed is None else packed.back(engram.mixed(packed.lay(gated, 0)))
+        out = hidden + mixed.mean(dim=2)
         return torch.where(blocked.unsqueeze(-1), hidden, out)
 
     # -- files ---------------------------------------------------------------------------------------------------------------

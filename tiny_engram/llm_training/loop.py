@@ -98,8 +98,8 @@ def train_lm(
             return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
         except torch.OutOfMemoryError as error:
             raise TinyEngramError(
-                f"out of memory on {device} with {config.train_batch_size} windows of {config.block_size} tokens at a time: expected room for "
-                "a step; lower --train_batch_size and raise --gradient_accumulation_steps, or pass --gradient_checkpointing, "
+                f"out of memory on {device} with {config.train_batch_size} windows of {config.block_size} tokens at a time: expected room "
+                "for a step; lower --train_batch_size and raise --gradient_accumulation_steps, or pass --gradient_checkpointing, "
                 "--mixed_precision bf16 or a smaller --block_size"
             ) from error
         finally:
