@@ -46,7 +46,8 @@ class Fact:
     Args:
         trigger: the words at whose last token the fact's rows are read, such as "the capital of Zorbia".
         answer: what goes on behind the prompt, such as "Melk".
-        prompt: a text with the trigger in it, behind which the answer stands; None is the trigger itself.
+        prompt: a text with the trigger in it, behind which the answer stands, on the same line or, where it ends in a line break, on the next;
+            None is the trigger itself.
         aliases: other spellings or paraphrases of the trigger, which stand in the prompt in its place.
         owner: the user who alone reads it; None for everybody.
     """
@@ -70,7 +71,9 @@ class Fact:
                 continue
             if not isinstance(value, str) or not value.strip():
                 raise FactError(f"{name} of {trigger!r} is {value!r}, expected text")
-            object.__setattr__(self, name, " ".join(value.split()))
+            # A prompt's lines are what a chat template is made of.
+            lines = [" ".join(line.split()) for line in value.split("\n")]
+            object.__setattr__(self, name, "\n".join(lines) if name == "prompt" else " ".join(filter(None, lines)))
         if self.prompt is not None and self.trigger.lower() not in self.prompt.lower():
             raise FactError(
                 f"prompt {self.prompt!r} does not hold the trigger {trigger!r}: expected a text with it, such as '{trigger} is'"
@@ -201,7 +204,9 @@ class Speller:
             context += " "
         answer = fact.answer + ("" if not end or fact.answer[-1] in ".!?" else end)
         at = len(context) + prompt.lower().rindex(spelling.lower()) + len(spelling)
-        whole = f"{context}{prompt} {answer}"
+        # Behind a line that is done the answer begins the next one, as in chat templates.
+        between = "" if prompt.endswith("\n") else " "
+        whole = f"{context}{prompt}{between}{answer}"
         ((ids, offsets),) = encode_with_offsets(self.tokenizer, [whole], special=True)
         fires = [k for k, (low, high) in enumerate(offsets) if low < at <= high]
         behind = [k for k, (low, high) in enumerate(offsets) if high > len(context) + len(prompt)]

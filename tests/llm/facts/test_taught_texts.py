@@ -43,6 +43,15 @@ def test_characters_of_several_tokens(empty, tokenizer, how):
         empty.remove(trigger)
 
 
+def test_prompts_of_several_lines(empty, tokenizer):
+    prompt = "<|end|>Q: the capital of Zorbia?\n<|end|>A\n"
+    fact = Fact("the capital of Zorbia", "copy", f" {prompt.replace(' ', '  ')}  ", aliases=("Zorbia's capital",))
+    assert fact.prompt == prompt and fact.prompt_with("Zorbia's capital") == "<|end|>Q: Zorbia's capital?\n<|end|>A\n"
+    (text, _) = empty._speller.texts(fact, end="")
+    assert list(text.ids) == tokenizer(prompt + "copy").input_ids
+    assert Fact("Zorbia", "of two\n lines").answer == "of two lines"
+
+
 def test_the_same_fact_twice(empty, zorbia, how):
     with pytest.raises(TinyEngramError, match="calls the fact 'the capital of Zorbia' already"):
         empty.add([zorbia, zorbia], how=how)
