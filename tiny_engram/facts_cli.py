@@ -53,6 +53,7 @@ def add_facts_verbs(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("--from", dest="source", type=Path, metavar="FILE.jsonl", help=f"one fact a line, with {', '.join(_FIELDS)}")
     adding.add_argument("--layers", type=int, nargs="+", help="decoder layers of a new file (default: one at four fifteenths of the depth)")
     adding.add_argument("--steps", type=int, help="most that a fact gets")
+    adding.add_argument("--batch", type=int, help="texts taught at a time (default: 48 on a CPU, 512 on a device)")
 
     listing = add("list", "what a file holds", model=False)
     listing.add_argument("--json", action="store_true")
@@ -119,7 +120,7 @@ def _add(args: argparse.Namespace) -> int:
     from tiny_engram.llm.facts import Facts
 
     wanted = _facts_of(args)
-    how = TeachConfig() if args.steps is None else TeachConfig(steps=args.steps)
+    how = TeachConfig(**{name: value for name in ("steps", "batch") if (value := getattr(args, name)) is not None})
     check_writable(args.file.parent)
     model, tokenizer = _loaded(args)
     if args.file.exists():

@@ -92,6 +92,24 @@ def test_what_a_caller_switched_off_is_on_within(build, tokenizer, recipe, tmp_p
     assert more[:2] == losses and len(more) == 3
 
 
+def test_out_of_memory_is_one_line(build, tokenizer, recipe, tmp_path):
+    model, calls = build(), []
+
+    def allocate(*_):
+        calls.append(1)
+        return torch.empty(1 << 50) if len(calls) == 6 else None
+
+    handle = model.model.layers[2].register_forward_pre_hook(allocate)
+    with pytest.raises(TinyEngramError, match="out of memory for 4 windows of 32 tokens at a time .*; lower --train_batch_size") as caught:
+        train_lm(model, tokenizer, recipe(max_train_steps=9, checkpointing_steps=1), progress=False)
+    assert "\n" not in str(caught.value) and hooks(model) == 1 and "checkpoint-1" in names(tmp_path / "out")
+    handle.remove()
+    wrong = model.model.layers[2].register_forward_pre_hook(lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):  # another mistake is not taken for it
+        train_lm(model, tokenizer, recipe(), progress=False)
+    wrong.remove()
+
+
 def test_another_batch_goes_on_where_the_data_was_left(build, tokenizer, recipe, tmp_path):
     """The position in the data is a number of windows, not of steps."""
     from tiny_engram.checkpoints import load_checkpoint

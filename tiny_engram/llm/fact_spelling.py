@@ -46,8 +46,8 @@ class Fact:
     Args:
         trigger: the words at whose last token the fact's rows are read, such as "the capital of Zorbia".
         answer: what goes on behind the prompt, such as "Melk".
-        prompt: a text with the trigger in it, behind which the answer stands, on the same line or, where it ends in a line break, on the next;
-            None is the trigger itself.
+        prompt: a text with the trigger in it, behind which the answer stands, on the same line or, where it ends in a line break, on the
+            next; None is the trigger itself.
         aliases: other spellings or paraphrases of the trigger, which stand in the prompt in its place.
         owner: the user who alone reads it; None for everybody.
     """

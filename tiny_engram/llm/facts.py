@@ -25,6 +25,7 @@ from .fact_rows import Address, FactRows
 from .fact_spelling import Fact, Spelled, Speller, owner_number
 from .fact_teaching import teach
 from .history import BLOCKED
+from .memory import memory_for
 
 __all__ = ["FactReport", "Facts", "FiredFact", "HeldFact"]
 
@@ -207,7 +208,7 @@ class Facts:
         _, moved = self._rows.find([self._address(each) for each in spelled])  # a full address space is told before anything is taught
         if not facts:
             return FactReport(())
-        with self.disabled():
+        with self.disabled(), memory_for("the texts that are taught at a time", "lower TeachConfig.batch (--batch)"):
             taught = teach(self._decoder, self.config, texts, how, progress=progress)
         learned = taught.learned.nonzero()[:, 0].tolist()
         saved = [(spelled[k], float(taught.margin[k]), int(taught.steps[k])) for k in learned]

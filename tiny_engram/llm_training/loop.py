@@ -24,6 +24,7 @@ from tiny_engram.files import check_writable, write_atomically
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.llm.engram_layers import CONFIG_FILE
+from tiny_engram.llm.memory import memory_for
 
 from .card import model_card
 from .config import LMTrainConfig
@@ -94,14 +95,13 @@ def train_lm(
     with _frozen(model, decoder.layers, config.gradient_checkpointing):
         with torch.random.fork_rng(devices=()):  # modules draw their first values before their own are drawn by the config's seed
             engrams = EngramLayers.attach(model, config.engram_config(end_token(tokenizer)), tokenizer)
+        what = f"{config.train_batch_size} windows of {config.block_size} tokens at a time"
+        way_out = (
+            "lower --train_batch_size and raise --gradient_accumulation_steps, or pass --gradient_checkpointing or --mixed_precision bf16"
+        )
         try:
-            return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
-        except torch.OutOfMemoryError as error:
-            raise TinyEngramError(
-                f"out of memory on {device} with {config.train_batch_size} windows of {config.block_size} tokens at a time: expected room "
-                "for a step; lower --train_batch_size and raise --gradient_accumulation_steps, or pass --gradient_checkpointing, "
-                "--mixed_precision bf16 or a smaller --block_size"
-            ) from error
+            with memory_for(what, way_out):
+                return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
         finally:
             engrams.detach()
 

@@ -80,6 +80,15 @@ def test_taught_without_gradients_around(empty, model, tokenizer, zorbia, frumm,
     assert model.lm_head.weight.grad is not None
 
 
+def test_out_of_memory_is_one_line(empty, model, zorbia, how):
+    handle = model.model.layers[2].register_forward_pre_hook(lambda *_: torch.empty(1 << 50))
+    with pytest.raises(TinyEngramError, match=r"out of memory for the texts .*; lower TeachConfig.batch \(--batch\)$") as caught:
+        empty.add(zorbia, how=how)
+    handle.remove()
+    assert "\n" not in str(caught.value) and not len(empty) and empty.enabled
+    assert not empty.add(zorbia, how=how).unlearned
+
+
 def test_modes_of_all_parts_come_back(empty, model, zorbia, how):
     model.train()
     model.model.layers[2].eval()
