@@ -44,7 +44,7 @@ def test_gradients_are_those_of_each_text(build, attach, batch):
 
     def gradients(losses):
         engrams.zero_grad()
-        sum(losses).backward()
+        torch.stack(losses).sum().backward()
         return {name: p.grad.to_dense().clone() for name, p in engrams.named_parameters()}
 
     weight = torch.randn(ids.numel(), model.config.vocab_size, generator=torch.Generator().manual_seed(3)).view(2, 19, -1)

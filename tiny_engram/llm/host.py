@@ -225,7 +225,9 @@ class DecoderHost:
             before = history.before(past, reach)
             if not all(reader.enabled for reader in self.readers):
                 history.skip_states(past, ids.shape[1])
-        packed = packed_texts(positions, ids) if mask is None and cache is None and positions is not None else None
+        packed = None
+        if mask is None and cache is None and positions is not None:
+            packed = packed_texts(positions, ids)  # pyright: ignore[reportCallIssue]
         readings = []
         for reader in self.readers:
             if reader.enabled:
