@@ -117,18 +117,20 @@ def _loaded(args: argparse.Namespace) -> tuple[Any, Any]:
 def _add(args: argparse.Namespace) -> int:
     from tiny_engram.files import check_writable
     from tiny_engram.llm.fact_config import FactsConfig, TeachConfig
+    from tiny_engram.llm.fact_file import read_facts
     from tiny_engram.llm.facts import Facts
 
     wanted = _facts_of(args)
     how = TeachConfig(**{name: value for name in ("steps", "batch") if (value := getattr(args, name)) is not None})
+    config = FactsConfig(layers=None if args.layers is None else tuple(args.layers))
     check_writable(args.file.parent)
-    model, tokenizer = _loaded(args)
-    if args.file.exists():
+    there = args.file.exists()
+    if there:
+        read_facts(args.file)  # a wrong file is told before a model is loaded
         if args.layers is not None:
             raise TinyEngramError(f"--layers {args.layers}: {args.file} has its own; expected none, or a file that is not there yet")
-        facts = Facts.open(model, args.file, tokenizer)
-    else:
-        facts = Facts.attach(model, FactsConfig(layers=None if args.layers is None else tuple(args.layers)), tokenizer)
+    model, tokenizer = _loaded(args)
+    facts = Facts.open(model, args.file, tokenizer) if there else Facts.attach(model, config, tokenizer)
     report = facts.add(wanted, how=how, progress=show_progress)
     if report.added:
         facts.save(args.file)

@@ -83,6 +83,11 @@ def test_errors_are_one_line(taught_file, tmp_path, capsys, log_levels):
     ):
         given.write_text(text)
         refused(capsys, message, "add", file, "--from", given)
+    one = ("--trigger", "Zorbia", "--answer", "Melk", "--model", tmp_path)  # no model: it is not come to
+    refused(capsys, "is a folder, expected a facts file", "add", tmp_path, *one)
+    refused(capsys, "has its own; expected none, or a file that is not there yet", "add", taught_file, *one, "--layers", "1")
+    refused(capsys, "FactsConfig.layers is (3, 1)", "add", file, *one, "--layers", "3", "1")
+    refused(capsys, "TeachConfig.batch is 0", "add", file, *one, "--batch", "0")
     refused(capsys, "does not exist, expected a facts file", "list", file)
     refused(capsys, "does not exist, expected a facts file", "ask", file, "Zorbia")
     refused(capsys, "no fact of 'ann' has the trigger 'Melk'", "remove", taught_file, "Melk", "--owner", "ann")
