@@ -55,6 +55,7 @@ def add_facts_verbs(parser: argparse.ArgumentParser) -> None:
     layers = "decoder layers of a new file, such as 2,10 (default: one at four fifteenths of the depth)"
     adding.add_argument("--layers", type=ints, nargs="+", help=layers)
     adding.add_argument("--steps", type=int, help="most that a fact gets")
+    adding.add_argument("--batch", type=int, help="texts taught at a time (default: 48 on a CPU, 512 on a device)")
 
     listing = add("list", "what a file holds", model=False)
     listing.add_argument("--json", action="store_true")
@@ -78,7 +79,8 @@ def _facts_of(args: argparse.Namespace) -> "list[Fact]":
             raise TinyEngramError(f"--trigger {args.trigger!r} has no --answer: expected what is to be said")
         return [Fact(args.trigger, args.answer, args.prompt, tuple(args.aliases), args.owner)]
     try:
-        lines = args.source.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may hold what that takes for the end of a line, U+2028 for one.
+        lines = args.source.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TinyEngramError(f"{args.source}: cannot be read ({error}); expected one fact a line, as JSON") from error
     facts = []
@@ -96,7 +98,7 @@ def _facts_of(args: argparse.Namespace) -> "list[Fact]":
                     **{**given, "aliases": aliases if isinstance(aliases, str) else tuple(aliases), "owner": given.get("owner", args.owner)}
                 )
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise TinyEngramError(f"{args.source}, line {number}: {error}; expected a fact as JSON, with trigger and answer") from error
     if not facts:
         raise TinyEngramError(f"{args.source}: no facts in it; expected one a line, as JSON")
@@ -117,19 +119,21 @@ def _loaded(args: argparse.Namespace) -> tuple[Any, Any]:
 def _add(args: argparse.Namespace) -> int:
     from tiny_engram.files import check_writable
     from tiny_engram.llm.fact_config import FactsConfig, TeachConfig
+    from tiny_engram.llm.fact_file import read_facts
     from tiny_engram.llm.facts import Facts
 
     wanted = _facts_of(args)
-    how = TeachConfig() if args.steps is None else TeachConfig(steps=args.steps)
+    how = TeachConfig(**{name: value for name in ("steps", "batch") if (value := getattr(args, name)) is not None})
+    config = FactsConfig(layers=None if args.layers is None else flat(args.layers))
     check_writable(args.file.parent)
-    model, tokenizer = _loaded(args)
-    if args.file.exists():
+    there = args.file.exists()
+    if there:
+        read_facts(args.file)  # a wrong file is told before a model is loaded
         if args.layers is not None:
             given = ",".join(map(str, flat(args.layers)))
             raise TinyEngramError(f"--layers {given}: {args.file} has its own; expected none, or a file that is not there yet")
-        facts = Facts.open(model, args.file, tokenizer)
-    else:
-        facts = Facts.attach(model, FactsConfig(layers=None if args.layers is None else flat(args.layers)), tokenizer)
+    model, tokenizer = _loaded(args)
+    facts = Facts.open(model, args.file, tokenizer) if there else Facts.attach(model, config, tokenizer)
     report = facts.add(wanted, how=how, progress=show_progress)
     if report.added:
         facts.save(args.file)

@@ -50,29 +50,36 @@ def tokenizer(repo_root) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def build(tokenizer) -> Callable[..., Any]:
-    """build(kind, **changes): a model with random weights, large enough that every layer counts."""
+def causal_lm() -> Callable[..., Any]:
+    """causal_lm(kind, seed, **options): a model of a promised architecture with random weights, in eval mode."""
+
+    def make(kind: str, seed: int = 0, **options: Any) -> Any:
+        name, own = MODELS[kind]
+        sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **own, **options})
+        return getattr(transformers, CLASSES.get(kind, f"{name}ForCausalLM"))(config).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def build(tokenizer, causal_lm) -> Callable[..., Any]:
+    """build(kind, **changes): a frozen model with random weights, large enough that every layer counts."""
 
     def make(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
-        name, options = MODELS[kind]
         options = {
             "vocab_size": len(tokenizer) + SPARE,
             "hidden_size": 32,
             "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "max_position_embeddings": 128,
             "initializer_range": 0.2,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
-            **options,
             **changes,
         }
-        torch.manual_seed(seed)
-        config = getattr(transformers, f"{name}Config")(**options)
-        model = getattr(transformers, CLASSES.get(kind, f"{name}ForCausalLM"))(config).eval()
+        model = causal_lm(kind, seed, **options)
         model.requires_grad_(False)
         model.generation_config.eos_token_id = None  # random models would stop anywhere
         return model

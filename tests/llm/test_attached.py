@@ -318,3 +318,17 @@ def test_tables_that_do_not_fit(build, attach, tokenizer, spoil, said):
     with pytest.raises(TinyEngramError, match=said):
         llm.attach(model, learned.config, tokenizer, tables=spoil(tables))
     assert model.model not in DecoderHost._hosts or not DecoderHost.of(model).readers
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_embeddings_that_were_added_later(build, attach, text, tokenizer):
+    model, ids = build(), text(1, 9)
+    attach(model)
+    before = model(ids).logits
+    model.resize_token_embeddings(len(tokenizer) + 50, mean_resizing=False)
+    assert torch.equal(model(ids).logits[..., : before.shape[-1]], before)
+    ids[0, 4] = len(tokenizer) + 40
+    whole = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    steps = [model(ids[:, t : t + 1], cache=cache).logits for t in range(9)]
+    assert (torch.cat(steps, dim=1) - whole).abs().max() < 2e-5 * float(whole.abs().max())

@@ -1,6 +1,8 @@
 """The adapter on disk: the same bits when it comes back, and one clear line for whatever is wrong with it."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -193,6 +195,26 @@ def test_bad_models_and_tokenizers_are_one_line(build, tokenizer, tmp_path):
 def test_bad_settings(options, message):
     with pytest.raises(ConfigError, match=message):
         EngramConfig(**options)
+
+
+@pytest.mark.parametrize("at", ("table_layer_2.safetensors", "adapter_model.safetensors", "adapter_config.json"))
+def test_a_full_disk_leaves_the_adapter_that_was_there(saved, attach, text, tokenizer, monkeypatch, at):
+    model, folder, logits = saved
+    other, replace = attach(model, seed=7, branches=2, blocked_ids=(3,)), os.replace
+
+    def full(source, target):
+        if os.path.basename(target) == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(TinyEngramError, match="No space left on device.*free space or choose another folder"):
+            other.save_pretrained(folder)
+    other.detach()
+    assert len(list(folder.iterdir())) == 4
+    EngramLayers.from_pretrained(model, folder, tokenizer)
+    assert torch.equal(model(text()).logits, logits)
 
 
 def test_rows_that_are_not_finite_are_not_saved(build, attach, tmp_path):

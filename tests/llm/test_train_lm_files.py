@@ -1,10 +1,12 @@
 """Checkpoints of train-lm: a full disk, what a run may not go on from, and layers that are really computed again."""
 
+import copy
 import errno
 import os
 import signal
 
 import pytest
+import torch
 
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
@@ -50,6 +52,7 @@ OTHERS = {
     "rows": ({"rows": 307}, "its rows is 211, expected 307"),
     "layers": ({"layers": (1,)}, r"its layers is \[1, 2\], expected \[1\]"),
     "windows": ({"block_size": 16}, "its block_size is 32, expected 16"),
+    "held out": ({"validation_split_percentage": 30.0}, "its validation_split_percentage is 5.0, expected 30.0"),
     "fewer steps": ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1"),
 }
 
@@ -70,6 +73,35 @@ def test_a_run_goes_on_only_with_what_it_was_made_for(build, tokenizer, recipe, 
     state.write_bytes(state.read_bytes()[:200])
     with pytest.raises(TinyEngramError, match="checkpoint-2: cannot read the checkpoint"):
         train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_what_a_caller_switched_off_is_on_within(build, tokenizer, recipe, tmp_path, mode):
+    """Gradients, and the padding of the tokenizer's last call, which is no part of the texts."""
+    model, used = build(), copy.deepcopy(tokenizer)
+    losses = train_lm(model, used, recipe(), progress=False).losses
+    used(["one", "two and three"], padding=True, truncation=True, max_length=4)
+    with mode():
+        more = train_lm(model, used, recipe(max_train_steps=3, resume_from_checkpoint="latest"), progress=False).losses
+    assert more[:2] == losses and len(more) == 3
+
+
+def test_out_of_memory_is_one_line(build, tokenizer, recipe, tmp_path):
+    model, calls = build(), []
+
+    def allocate(*_):
+        calls.append(1)
+        return torch.empty(1 << 50) if len(calls) == 6 else None
+
+    handle = model.model.layers[2].register_forward_pre_hook(allocate)
+    with pytest.raises(TinyEngramError, match="out of memory for 4 windows of 32 tokens at a time .*; lower --train_batch_size") as caught:
+        train_lm(model, tokenizer, recipe(max_train_steps=9, checkpointing_steps=1), progress=False)
+    assert "\n" not in str(caught.value) and hooks(model) == 1 and "checkpoint-1" in names(tmp_path / "out")
+    handle.remove()
+    wrong = model.model.layers[2].register_forward_pre_hook(lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):  # another mistake is not taken for it
+        train_lm(model, tokenizer, recipe(), progress=False)
+    wrong.remove()
 
 
 def test_another_batch_goes_on_where_the_data_was_left(build, tokenizer, recipe, tmp_path):

@@ -36,6 +36,8 @@ def attach(model: Any, config: FactsConfig, tokenizer: Any) -> Facts: ...
 def attach(model: Any, config: Any, tokenizer: Any, **options: Any) -> Any:
     """Put Engram into a causal LM, whose bits stay as they are until it has learned something.
 
+    No weight of the model changes, and no flag: whether its own parameters learn is its owner's to say (`model.requires_grad_(False)`).
+
     Args:
         model: a transformers causal LM, or a PEFT model around one.
         config: an EngramConfig reads all n-grams of a text; a FactsConfig reads rows where a registered trigger ends.

@@ -4,6 +4,8 @@ Imports torch, safetensors, the core (layer, tokenizer, table) and, of this pack
 """
 
 import json
+import os
+import tempfile
 import uuid
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from tiny_engram.errors import ConfigError, TinyEngramError
-from tiny_engram.files import check_writable, write_atomically
+from tiny_engram.files import check_writable, sync_folder, write_atomically
 from tiny_engram.layer import EngramLayer
 from tiny_engram.table import EngramTable
 from tiny_engram.table.hot import HotRows
@@ -148,7 +150,8 @@ class EngramLayers(nn.Module):
         known = self.tokenizer.canonical
         # A model may have room for more ids than its tokenizer has tokens, and may even say one.
         size = max(len(known), int(decoder.config.vocab_size))
-        self._canonical = {known.device: torch.cat((known, known.new_full((size - len(known),), self.tokenizer.pad_id)))}
+        # The last entry is for ids beyond these: embeddings may be added later.
+        self._canonical = {known.device: torch.cat((known, known.new_full((size - len(known) + 1,), self.tokenizer.pad_id)))}
         self._key = uuid.uuid4().hex
         DecoderHost.of(model).add(self)
 
@@ -159,14 +162,20 @@ class EngramLayers(nn.Module):
     def prepare(self, call: Call) -> dict[int, "torch.Tensor | Coming"]:
         """For every layer its rows, which are being read, or row ids int64 ``[B, T, columns]`` of rows that `at` will read."""
         canonical = self._canonical_on(call.ids.device)
-        ids = canonical[torch.where(call.blocked, 0, call.ids)]
+        beyond = len(canonical) - 1
+        ids = canonical[torch.where(call.blocked, 0, call.ids).clamp(max=beyond)]
         before = call.before[:, call.before.shape[1] - self.reach :]
         stop = before == BLOCKED
-        before = canonical[torch.where(stop, 0, before)]
+        before = canonical[torch.where(stop, 0, before).clamp(max=beyond)]
+        blocked, packed = call.blocked, call.packed
+        if packed is not None:
+            ids, blocked = packed.lay(ids, 0), packed.lay(blocked, True)
+            before, stop = (x.new_full((len(ids), self.reach), 1) for x in (before, stop))
         prepared = {}
         for layer in self.layers:
             engram = self._engram(layer)
-            row_ids = engram.row_ids(ids, blocked=call.blocked, history=before, history_blocked=stop)
+            row_ids = engram.row_ids(ids, blocked=blocked, history=before, history_blocked=stop)
+            row_ids = row_ids if packed is None else packed.back(row_ids)
             prepared[layer] = self._read(layer, engram, row_ids.to(engram.q_weight.device))
         return prepared
 
@@ -208,13 +217,18 @@ class EngramLayers(nn.Module):
         before = None
         if call.history is not None and engram.conv_reach:
             before = call.history.extend_states(f"{self._key}.{layer}", gated, call.past, engram.conv_reach)
-        out = hidden + engram.mixed(gated, before).mean(dim=2)
+        packed = call.packed
+        mixed = engram.mixed(gated, before) if packed is None else packed.back(engram.mixed(packed.lay(gated, 0)))
+        out = hidden + mixed.mean(dim=2)
         return torch.where(blocked.unsqueeze(-1), hidden, out)
 
     # -- files ---------------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
         """The adapter alone: its config, its weights in float32, and a table of stored rows for each layer.
+
+        Files that were there stay as they are until all new ones are whole: tables of one adapter beside weights of another would be
+        read without a word.
 
         Raises:
             TinyEngramError: the folder cannot be written to, or a row is not finite.
@@ -223,13 +237,21 @@ class EngramLayers(nn.Module):
         check_writable(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tables = {layer: self.stored(layer) for layer in self.layers}
-        for layer, table in tables.items():
-            write_table(folder / _table_file(layer), table.storage, replace=True)
         state = {name: value for name, value in self.engrams.state_dict().items() if name.split(".")[1] != "table"}
         weights = {name: value.detach().float().cpu().contiguous() for name, value in state.items()}
-        write_atomically(folder / WEIGHTS_FILE, save(weights, {"format": "pt"}))
         described = {"peft_type": "ENGRAM", "task_type": "CAUSAL_LM", **self.config.to_dict()}
-        write_atomically(folder / CONFIG_FILE, (json.dumps(described, indent=2) + "\n").encode())
+        try:
+            with tempfile.TemporaryDirectory(prefix=".saving.", dir=folder) as made:
+                for layer, table in tables.items():
+                    write_table(Path(made, _table_file(layer)), table.storage)
+                write_atomically(Path(made, WEIGHTS_FILE), save(weights, {"format": "pt"}))
+                write_atomically(Path(made, CONFIG_FILE), (json.dumps(described, indent=2) + "\n").encode())
+                for name in (*map(_table_file, tables), WEIGHTS_FILE, CONFIG_FILE):
+                    os.replace(Path(made, name), folder / name)
+                sync_folder(folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TinyEngramError(f"{folder}: cannot write the adapter ({reason}); free space or choose another folder") from error
 
     def stored(self, layer: int) -> EngramTable:
         """A layer's table, as it is kept and served. Raises TinyEngramError where its rows are somewhere else, see `use_rows`."""

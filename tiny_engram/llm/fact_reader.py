@@ -55,15 +55,21 @@ class FactReader:
 
     def prepare(self, call: Call) -> "_Found | torch.Tensor | None":
         """What fires, with its rows; in a compiled graph the slots of all positions, since no shape there may depend on them."""
-        ids = torch.where(call.blocked, BLOCKED, call.ids)
+        ids, before, owners, packed = torch.where(call.blocked, BLOCKED, call.ids), call.before, call.owners, call.packed
+        if packed is not None:
+            ids, owners = packed.lay(ids, BLOCKED), None if owners is None else owners[packed.rows()]
+            before = before.new_full((len(ids), before.shape[1]), BLOCKED)
         if torch.compiler.is_compiling():
-            return self.index.everywhere(ids, call.before, call.owners)
+            slots = self.index.everywhere(ids, before, owners)
+            return slots if packed is None else packed.back(slots)
         if call.history is not None and call.history.capacity is not None:
             self.rows.pack(ids.device)  # the steps behind this one may be a compiled graph, which cannot make it
-        places = self.index.places(ids, call.before, call.owners)
+        places = self.index.places(ids, before, owners)
         if places is None:
             return None
         batch, time, slot = places
+        if packed is not None:
+            batch, time = packed.tokens(batch, time)
         return _Found(Spans(batch, time, torch.ones_like(time), torch.zeros_like(time)), self.rows.lookup(slot))
 
     def at(self, layer: int, hidden: torch.Tensor, call: Call, prepared: "_Found | torch.Tensor | None") -> torch.Tensor:

@@ -119,6 +119,7 @@ class FactRows:
         """Payload and scale of facts, as `add` takes them."""
         return self.table.stored(self.row_ids[list(slots)])
 
+    @torch.inference_mode(False)
     def pack(self, device: torch.device) -> EngramTable:
         """All rows on a device, that of fact s, layer k and column c at ((s * layers) + k) * columns + c, for a compiled graph."""
         if device not in self._packed:

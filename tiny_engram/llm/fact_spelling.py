@@ -46,7 +46,8 @@ class Fact:
     Args:
         trigger: the words at whose last token the fact's rows are read, such as "the capital of Zorbia".
         answer: what goes on behind the prompt, such as "Melk".
-        prompt: a text with the trigger in it, behind which the answer stands; None is the trigger itself.
+        prompt: a text with the trigger in it, behind which the answer stands, on the same line or, where it ends in a line break, on the
+            next; None is the trigger itself.
         aliases: other spellings or paraphrases of the trigger, which stand in the prompt in its place.
         owner: the user who alone reads it; None for everybody.
     """
@@ -70,7 +71,9 @@ class Fact:
                 continue
             if not isinstance(value, str) or not value.strip():
                 raise FactError(f"{name} of {trigger!r} is {value!r}, expected text")
-            object.__setattr__(self, name, " ".join(value.split()))
+            # A prompt's lines are what a chat template is made of.
+            lines = [" ".join(line.split()) for line in value.split("\n")]
+            object.__setattr__(self, name, "\n".join(lines) if name == "prompt" else " ".join(filter(None, lines)))
         if self.prompt is not None and self.trigger.lower() not in self.prompt.lower():
             raise FactError(
                 f"prompt {self.prompt!r} does not hold the trigger {trigger!r}: expected a text with it, such as '{trigger} is'"
@@ -85,6 +88,8 @@ class Fact:
         """The prompt with another spelling of the trigger in it; a sentence that began with a capital letter does so still."""
         if self.prompt is None:
             return spelling
+        if spelling == self.trigger:
+            return self.prompt  # as it was written, in whatever case
         at = self.prompt.lower().rindex(self.trigger.lower())
         if at == 0 and self.prompt[0].isupper() and spelling[0].islower():
             spelling = spelling[0].upper() + spelling[1:]
@@ -199,15 +204,18 @@ class Speller:
             context += " "
         answer = fact.answer + ("" if not end or fact.answer[-1] in ".!?" else end)
         at = len(context) + prompt.lower().rindex(spelling.lower()) + len(spelling)
-        whole = f"{context}{prompt} {answer}"
+        # Behind a line that is done the answer begins the next one, as in chat templates.
+        between = "" if prompt.endswith("\n") else " "
+        whole = f"{context}{prompt}{between}{answer}"
         ((ids, offsets),) = encode_with_offsets(self.tokenizer, [whole], special=True)
         fires = [k for k, (low, high) in enumerate(offsets) if low < at <= high]
         behind = [k for k, (low, high) in enumerate(offsets) if high > len(context) + len(prompt)]
-        if len(fires) != 1 or offsets[fires[0]][1] != at or offsets[behind[0]][0] < len(context) + len(prompt):
+        # A character may take several tokens, of which the last one ends it.
+        if not fires or offsets[fires[-1]][1] != at or offsets[behind[0]][0] < len(context) + len(prompt):
             raise FactError(
                 f"in {whole!r} the trigger or the answer shares a token with its neighbour; expected them apart; change the prompt"
             )
         stop = len(ids)
         while stop > behind[0] + 1 and offsets[stop - 1][0] == offsets[stop - 1][1]:  # what ends a text for some tokenizers
             stop -= 1
-        return Text(tuple(ids[:stop]), fires[0], behind[0])
+        return Text(tuple(ids[:stop]), fires[-1], behind[0])

@@ -181,6 +181,8 @@ def _usual_tails(decoder: Decoder, texts: Sequence[Text], count: int) -> list[li
     return torch.cat(said, dim=1).tolist()
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def teach(
     decoder: Decoder,
     config: FactsConfig,
@@ -189,7 +191,7 @@ def teach(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> TaughtRows:
-    """Find rows for facts, each given as the texts that it is taught in; the model is left as it was.
+    """Find rows for facts, each given as the texts that it is taught in; the model is left as it was. With gradients, whoever calls.
 
     Args:
         config: completed.
@@ -200,7 +202,7 @@ def teach(
     device = next(decoder.module.parameters()).device
     batch = how.batch or (48 if device.type == "cpu" else 512)
     parts: list[tuple[torch.Tensor, ...]] = []
-    training = decoder.module.training
+    modes = [(module, module.training) for module in decoder.module.modules()]
     decoder.module.eval()
     frozen = [parameter for parameter in decoder.model.parameters() if parameter.requires_grad]
     for parameter in frozen:  # their gradients would cost as much again
@@ -218,7 +220,8 @@ def teach(
             )
             first, done = last, done + len(chunk)
     finally:
-        decoder.module.train(training)
+        for module, mode in modes:
+            module.training = mode
         for parameter in frozen:
             parameter.requires_grad_(True)
     rows, learned, margin, steps = (torch.cat(part) for part in zip(*parts, strict=True))

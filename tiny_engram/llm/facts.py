@@ -16,14 +16,16 @@ from tiny_engram.files import check_writable
 
 from . import host
 from .decoders import Decoder, decoder_of
+from .fact_checks import check_free, check_read, keys_of
 from .fact_config import FactsConfig, TeachConfig
 from .fact_file import Saved, read_facts, write_facts
-from .fact_index import FactIndex, Key
+from .fact_index import FactIndex
 from .fact_reader import FactReader
 from .fact_rows import Address, FactRows
 from .fact_spelling import Fact, Spelled, Speller, owner_number
 from .fact_teaching import teach
 from .history import BLOCKED
+from .memory import memory_for
 
 __all__ = ["FactReport", "Facts", "FiredFact", "HeldFact"]
 
@@ -193,17 +195,20 @@ class Facts:
             progress: called with (facts done, facts in all).
 
         Raises:
-            TinyEngramError: a fact that makes no sense, or a spelling that the same owner's facts have already. Nothing is changed then.
+            TinyEngramError: a fact that makes no sense or would not be read in a text that it is taught in, or a spelling that the same
+                owner's facts have already. Nothing is changed then.
         """
         facts = [facts] if isinstance(facts, Fact) else [*facts]
         how = how or TeachConfig()
         spelled = [self._speller.spell(fact) for fact in facts]
-        self._check_free(spelled)
+        held = [each.spelled for each in self.list()]
+        check_free(held, spelled, self._speller)
         texts = [self._speller.texts(fact, contexts=how.contexts, end=how.end) for fact in facts]
+        check_read(held, spelled, texts, self._speller)
         _, moved = self._rows.find([self._address(each) for each in spelled])  # a full address space is told before anything is taught
         if not facts:
             return FactReport(())
-        with self.disabled():
+        with self.disabled(), memory_for("the texts that are taught at a time", "lower TeachConfig.batch (--batch)"):
             taught = teach(self._decoder, self.config, texts, how, progress=progress)
         learned = taught.learned.nonzero()[:, 0].tolist()
         saved = [(spelled[k], float(taught.margin[k]), int(taught.steps[k])) for k in learned]
@@ -253,22 +258,12 @@ class Facts:
         self._drop([held])
         return held.fact
 
-    def _check_free(self, spelled: Sequence[Spelled]) -> None:
-        taken = {(number, key): each.fact for (number, _), each in self._held.items() for key in each.spelled.keys}
-        for each in spelled:
-            number = owner_number(each.fact.owner)
-            for key in each.keys:
-                other = taken.setdefault((number, key), each.fact)
-                if other is not each.fact:
-                    text = self.tokenizer.decode(list(key)).strip()
-                    raise TinyEngramError(
-                        f"{text!r} of {each.fact.trigger!r} calls the fact {other.trigger!r} already; edit or remove that one"
-                    )
-
     @staticmethod
     def _address(spelled: Spelled) -> Address:
         return Address(spelled.canonical, owner_number(spelled.fact.owner))
 
+    # Normal tensors: what was made in inference mode could not be written by a later call outside it.
+    @torch.inference_mode(False)
     def _put(self, saved: Sequence[Saved], payload: torch.Tensor, scale: torch.Tensor) -> int:
         """Store rows and triggers of facts; bytes of the rows."""
         slots = self._rows.add([self._address(each) for each, _, _ in saved], payload, scale) if saved else []
@@ -277,6 +272,7 @@ class Facts:
         self._reindex()
         return payload.numel() + scale.numel()
 
+    @torch.inference_mode(False)
     def _drop(self, held: Sequence[HeldFact]) -> None:
         for each in held:
             del self._held[owner_number(each.fact.owner), each.fact.trigger]
@@ -284,7 +280,8 @@ class Facts:
         self._rows.remove([each.slot for each in held])
 
     def _reindex(self) -> None:
-        self._index.rebuild([Key(number, key, each.slot) for (number, _), each in self._held.items() for key in each.spelled.keys])
+        held = self.list()
+        self._index.rebuild(keys_of([each.spelled for each in held], [each.slot for each in held]))
 
     # -- files ---------------------------------------------------------------------------------------------------------------
 
@@ -322,7 +319,7 @@ class Facts:
                     f"{path}: {each.fact.trigger!r} is {list(each.keys[0])} there, this tokenizer says {list(now.keys[0])}; "
                     "load it with the tokenizer version it was taught with"
                 )
-        self._check_free([each for each, _, _ in saved])
+        check_free([each.spelled for each in self.list()], [each for each, _, _ in saved], self._speller)
         nbytes = self._put(saved, payload, scale)
         return FactReport(added=tuple(each.fact for each, _, _ in saved), nbytes=nbytes)
 

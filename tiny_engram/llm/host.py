@@ -1,7 +1,7 @@
 """One frozen decoder and whatever reads its token ids: hooks around its call, and in front of its layers.
 
-Imports torch, tiny_engram.errors and, of this package, decoders, history and masks. What a call carries travels with it, as a keyword
-argument from the decoder to its layers: two calls that interleave, on one thread or several, share nothing.
+Imports torch, tiny_engram.errors and, of this package, decoders, history, masks and packing. What a call carries travels with it, as a
+keyword argument from the decoder to its layers: two calls that interleave, on one thread or several, share nothing.
 """
 
 import copy
@@ -23,6 +23,7 @@ from tiny_engram.errors import TinyEngramError
 from .decoders import Decoder, decoder_of
 from .history import BLOCKED, TokenHistory, track
 from .masks import padding
+from .packing import Packed, packed_texts
 
 __all__ = ["Call", "DecoderHost", "Reader", "reading_as"]
 
@@ -34,7 +35,7 @@ _owning_lock = threading.Lock()
 
 @contextmanager
 def reading_as(owners: torch.Tensor) -> Iterator[None]:
-    """Caches that are begun within take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
+    """Caches that are nobody's yet take these owners, int64 ``[B]``, one for each row, or for each run of equally many rows (beams)."""
     global _owning
     with _owning_lock:
         _owning += 1
@@ -57,6 +58,7 @@ class Call:
         before: int64 ``[B, reach]`` raw ids of the tokens in front, oldest first, `BLOCKED` where there is none that the reader may read.
         owners: int64 ``[B]`` or None.
         history: of the cache, and `past`, its length as the call began; None without one.
+        packed: where the texts lie, if there are several in a row; none reads what is in front of it in another. They come without a cache.
     """
 
     ids: torch.Tensor
@@ -65,6 +67,7 @@ class Call:
     owners: torch.Tensor | None
     history: TokenHistory | None = None
     past: "int | torch.Tensor" = 0
+    packed: Packed | None = None
 
 
 class Reader(Protocol):
@@ -190,10 +193,10 @@ class DecoderHost:
             from transformers import DynamicCache
 
             cache = kwargs[name] = DynamicCache(config=module.config)  # pyright: ignore[reportArgumentType]
-        kwargs[_PASS] = _Pass(self._readings(ids, kwargs.get("attention_mask"), cache))
+        kwargs[_PASS] = _Pass(self._readings(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), cache))
         return (), kwargs
 
-    def _readings(self, ids: torch.Tensor, mask: Any, cache: Any) -> list[tuple[Reader, Call, Any]]:
+    def _readings(self, ids: torch.Tensor, mask: Any, positions: Any, cache: Any) -> list[tuple[Reader, Call, Any]]:
         past, keys, history = 0, ids.shape[1], None
         if cache is not None:
             history = track(cache)
@@ -208,10 +211,11 @@ class DecoderHost:
         hidden = padding(mask, ids, past, keys)
         padded = ids < 0 if hidden is None else hidden | (ids < 0)
         reach = max(reader.reach for reader in self.readers)
-        owners = None
-        if history is not None and history.begun:
-            owners = history.owners
-        elif _owning:
+        begun = history is not None and history.begun
+        owners = history.owners if begun else None  # pyright: ignore[reportOptionalMemberAccess]
+        # What nobody in particular began, such as a prefix for everybody, is whoever's that goes on with it. Not in a graph, which
+        # would be broken at every step for it; its first call is none, as generate makes it.
+        if owners is None and not (begun and torch.compiler.is_compiling()) and _owning:
             owners = _current_owners(ids)  # pyright: ignore[reportArgumentType]
         if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
@@ -221,13 +225,16 @@ class DecoderHost:
             before = history.before(past, reach)
             if not all(reader.enabled for reader in self.readers):
                 history.skip_states(past, ids.shape[1])
+        packed = None
+        if mask is None and cache is None and positions is not None:
+            packed = packed_texts(positions, ids)  # pyright: ignore[reportCallIssue]
         readings = []
         for reader in self.readers:
             if reader.enabled:
                 blocked, seen = padded, before
                 for token in reader.blocked_ids:
                     blocked, seen = blocked | (ids == token), torch.where(seen == token, BLOCKED, seen)
-                call = Call(ids, blocked, seen, owners, history, past)  # pyright: ignore[reportArgumentType]
+                call = Call(ids, blocked, seen, owners, history, past, packed)  # pyright: ignore[reportArgumentType]
                 readings.append((reader, call, reader.prepare(call)))
         return readings
 

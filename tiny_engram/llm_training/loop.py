@@ -24,6 +24,7 @@ from tiny_engram.files import check_writable, write_atomically
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.llm.engram_layers import CONFIG_FILE
+from tiny_engram.llm.memory import memory_for
 from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
 
 from .card import model_card
@@ -61,6 +62,8 @@ class LMTrainResult:
     tokens: int
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_lm(
     model: Any, tokenizer: Any, config: LMTrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None
 ) -> LMTrainResult:
@@ -94,8 +97,13 @@ def train_lm(
     with frozen(model), recomputed:
         with torch.random.fork_rng(devices=()):  # modules draw their first values before their own are drawn by the config's seed
             engrams = EngramLayers.attach(model, config.engram_config(end_token(tokenizer)), tokenizer)
+        what = f"{config.train_batch_size} windows of {config.block_size} tokens at a time"
+        way_out = (
+            "lower --train_batch_size and raise --gradient_accumulation_steps, or pass --gradient_checkpointing or --mixed_precision bf16"
+        )
         try:
-            return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
+            with memory_for(what, way_out):
+                return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
         finally:
             engrams.detach()
 

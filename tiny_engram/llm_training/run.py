@@ -151,6 +151,10 @@ def resume(run: Run, folder: Path, identity: dict[str, Any]) -> None:
     tensors, state = load_checkpoint(folder)
     config = run.config.to_dict()
     compared = [(name, state["config"].get(name), config[name]) for name in _SAME]
+    if not config["validation_file"]:  # other windows would be held out, of which some were taught
+        compared.append(
+            ("validation_split_percentage", state["config"].get("validation_split_percentage"), run.config.validation_split_percentage)
+        )
     compared += [(name, state.get("identity", {}).get(name), value) for name, value in identity.items()]
     refuse_another_run(folder, state["step"], run.config.max_train_steps, compared)
     try:

@@ -1,6 +1,7 @@
 """Texts -> token ids, once -> windows of equal length. Imports torch, safetensors and, of this package, texts."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ def end_token(tokenizer: Any) -> int:
 def text_digest(paths: Sequence[str | Path], tokenizer: Any) -> str:
     """sha256 (hex) of the texts in their order and of all that makes ids of them."""
     digest = hashlib.sha256(_VERSION)
-    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    # What the last call was padded and cut to, which is no part of the tokenizer: these texts never are.
+    digest.update(json.dumps(described | {"padding": None, "truncation": None}).encode())
     digest.update(f"{end_token(tokenizer)}".encode())
     for text in read_texts(paths):
         data = text.encode("utf-8", "surrogatepass")

@@ -52,6 +52,15 @@ def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys, log_leve
     assert about["with"] == about["without"] and about["fired"] == []
 
 
+def test_lines_are_those_of_json(folder, tmp_path, capsys, log_levels):
+    given = tmp_path / "facts.jsonl"
+    fact = {"trigger": "the colour of Frumm", "answer": "a\u2028blue"}
+    given.write_text(f"{json.dumps(fact, ensure_ascii=False)}\r\n\n", encoding="utf-8-sig")
+    options = ["--from", str(given), "--layers", "1", "--steps", "1", "--model", folder, "--device", "cpu"]
+    assert main(["facts", "add", str(tmp_path / "facts.safetensors"), *options]) == 1
+    assert "not learned: 'the colour of Frumm' -> 'a blue'" in capsys.readouterr().out
+
+
 def refused(capsys, message, *argv):
     assert main(["facts", *map(str, argv)]) == 2
     err = capsys.readouterr().err
@@ -68,11 +77,17 @@ def test_errors_are_one_line(taught_file, tmp_path, capsys, log_levels):
         ("", "no facts in it"),
         ("\n{", "facts.jsonl, line 2: "),
         ("[1]", "line 1: "),
+        ("[" * 100_000, "line 1: "),
         ('{"trigger": "Zorbia"}', "line 1: "),
         ('{"trigger": "Zorbia", "answer": "a", "alias": "b"}', "line 1: unknown field 'alias', known are trigger, answer"),
     ):
         given.write_text(text)
         refused(capsys, message, "add", file, "--from", given)
+    one = ("--trigger", "Zorbia", "--answer", "Melk", "--model", tmp_path)  # no model: it is not come to
+    refused(capsys, "is a folder, expected a facts file", "add", tmp_path, *one)
+    refused(capsys, "has its own; expected none, or a file that is not there yet", "add", taught_file, *one, "--layers", "1")
+    refused(capsys, "FactsConfig.layers is (3, 1)", "add", file, *one, "--layers", "3", "1")
+    refused(capsys, "TeachConfig.batch is 0", "add", file, *one, "--batch", "0")
     refused(capsys, "does not exist, expected a facts file", "list", file)
     refused(capsys, "does not exist, expected a facts file", "ask", file, "Zorbia")
     refused(capsys, "no fact of 'ann' has the trigger 'Melk'", "remove", taught_file, "Melk", "--owner", "ann")

@@ -195,3 +195,19 @@ def test_what_was_taught_is_what_is_served(facts, model, tokenizer, zorbia, frum
         for spelling in fact.spellings:
             assert facts.ask(fact.prompt_with(spelling)).startswith(fact.answer)
     assert facts.ask(zorbia.prompt.upper()) != facts.ask(zorbia.prompt.upper(), without=True)  # another case reads the same rows
+
+
+def test_texts_packed_into_one_row(facts, model, tokenizer, zorbia, ann):
+    """A trigger ends where its text does, and none lies across two."""
+    cut = len(tokenizer("The capital of").input_ids)
+    texts = [tokenizer(zorbia.prompt).input_ids, tokenizer(ann.prompt).input_ids]
+    texts += [texts[0][:cut], texts[0][cut:]]
+    ids = torch.tensor([[token for text in texts for token in text]] * 2)
+    places = torch.tensor([[k for text in texts for k in range(len(text))]] * 2)
+    with facts.reading_as(["bob", "ann"]):
+        packed = logits(model, {"input_ids": ids, "position_ids": places}, use_cache=False)
+    for row, name in enumerate(("bob", "ann")):
+        for text, part in zip(texts, packed[row].split([len(text) for text in texts]), strict=True):
+            with facts.reading_as([name]):
+                alone = logits(model, {"input_ids": torch.tensor([text])}, use_cache=False)[0]
+            torch.testing.assert_close(part, alone, rtol=0, atol=1e-4)
