@@ -36,11 +36,16 @@ def check_free(held: Sequence[Spelled], new: Sequence[Spelled], speller: Speller
         taken |= {(owner, key): each.fact for key in each.keys}
 
 
-def check_read(held: Sequence[Spelled], new: Sequence[Spelled], texts: Sequence[Sequence[Text]], speller: Speller) -> None:
-    """Raises FactError: in a text that a new fact would be taught in, given for each of them, something else would be read, or nothing."""
+def check_read(held: Sequence[Spelled], new: Sequence[Spelled], texts: Sequence[Sequence[Text]], speller: Speller) -> list[list[Text]]:
+    """The texts that each new fact is taught in, without other forms of it in which something else would be read, or nothing.
+
+    Raises:
+        FactError: that is so in a text of its own words.
+    """
     flat = [(k, text) for k, each in enumerate(texts, start=len(held)) for text in each]
+    kept: list[list[Text]] = [[] for _ in texts]
     if not flat:
-        return
+        return kept
     whole = [*held, *new]
     index = FactIndex(speller.edges)
     index.rebuild(keys_of(whole, range(len(whole))))
@@ -52,10 +57,13 @@ def check_read(held: Sequence[Spelled], new: Sequence[Spelled], texts: Sequence[
     fired = {} if places is None else {(row, time): k for row, time, k in zip(*(each.tolist() for each in places), strict=True)}
     for row, (k, text) in enumerate(flat):
         found = fired.get((row, text.fires))
-        if found != k:
+        if found == k:
+            kept[k - len(held)].append(text)
+        elif not text.form:
             where, trigger = speller.tokenizer.decode(text.ids[: text.fires + 1]), whole[k].fact.trigger
             what = "does not fire" if found is None else f"is not read, but that of {whole[found].fact.trigger!r}"
             raise FactError(
                 f"behind {where!r} the fact {trigger!r} {what}: expected the trigger as it is spelled, as words of their own; "
                 "change the prompt, or give that spelling as an alias"
             )
+    return kept

@@ -94,6 +94,7 @@ class TeachConfig(JsonConfig):
         calm_tokens: how many tokens behind the answer that looks at.
         end: what is taught behind an answer that does not end in punctuation.
         contexts: texts in front of the prompt that each fact is taught in, too.
+        forms: also teach it in capitals, as a question, and as a question in the tokenizer's chat template, where it has one.
         batch: texts taught at a time; None takes 48 on a CPU and 512 on a device.
     """
 
@@ -104,6 +105,7 @@ class TeachConfig(JsonConfig):
     calm_tokens: int = 4
     end: str = "."
     contexts: tuple[str, ...] = ("", "Yesterday I read a whole page about this. ")
+    forms: bool = True
     batch: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,5 +122,7 @@ class TeachConfig(JsonConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(f"TeachConfig.{name} is {value!r}: expected 0 or more")
+        if not isinstance(self.forms, bool):
+            raise ConfigError(f"TeachConfig.forms is {self.forms!r}: expected True or False")
         if not isinstance(self.end, str):
             raise ConfigError(f"TeachConfig.end is {self.end!r}: expected text, such as '.', or '' for none")

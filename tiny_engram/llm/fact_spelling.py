@@ -104,11 +104,13 @@ class Text:
         ids: raw ids of the prompt and what is to stand behind it.
         fires: place of the trigger's last token.
         answer: where the answer begins; it takes all the rest.
+        form: "" for a text in the fact's own words; else what it asks in ("as a question"), which is taught if it can be.
     """
 
     ids: tuple[int, ...]
     fires: int
     answer: int
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,28 +196,34 @@ class Speller:
         """
         made = []
         for spelling in fact.spellings:
+            prompt = fact.prompt_with(spelling)
             for context in contexts:
-                made.append(self._text(fact, spelling, context, end))
+                front = context if not context or context.endswith(" ") else context + " "
+                made.append(self.text(front + prompt, spelling, fact.answer, end=end))
         return made
 
-    def _text(self, fact: Fact, spelling: str, context: str, end: str) -> Text:
-        prompt = fact.prompt_with(spelling)
-        if context and not context.endswith(" "):
-            context += " "
-        answer = fact.answer + ("" if not end or fact.answer[-1] in ".!?" else end)
-        at = len(context) + prompt.lower().rindex(spelling.lower()) + len(spelling)
+    def text(self, prompt: str, spelling: str, answer: str, *, end: str = ".", special: bool = True, form: str = "") -> Text:
+        """A prompt, whose last `spelling` fires, and the answer behind it.
+
+        Args:
+            special: with the tokens that begin a text; a chat template brings its own.
+
+        Raises:
+            FactError: the answer's first letters fuse with the prompt's last, or the trigger's with what stands behind it.
+        """
+        at = prompt.lower().rindex(spelling.lower()) + len(spelling)
         # Behind a line that is done the answer begins the next one, as in chat templates.
         between = "" if prompt.endswith("\n") else " "
-        whole = f"{context}{prompt}{between}{answer}"
-        ((ids, offsets),) = encode_with_offsets(self.tokenizer, [whole], special=True)
+        whole = f"{prompt}{between}{answer}" + ("" if not end or answer[-1] in ".!?" else end)
+        ((ids, offsets),) = encode_with_offsets(self.tokenizer, [whole], special=special)
         fires = [k for k, (low, high) in enumerate(offsets) if low < at <= high]
-        behind = [k for k, (low, high) in enumerate(offsets) if high > len(context) + len(prompt)]
+        behind = [k for k, (low, high) in enumerate(offsets) if high > len(prompt)]
         # A character may take several tokens, of which the last one ends it.
-        if not fires or offsets[fires[-1]][1] != at or offsets[behind[0]][0] < len(context) + len(prompt):
+        if not fires or offsets[fires[-1]][1] != at or offsets[behind[0]][0] < len(prompt):
             raise FactError(
                 f"in {whole!r} the trigger or the answer shares a token with its neighbour; expected them apart; change the prompt"
             )
         stop = len(ids)
         while stop > behind[0] + 1 and offsets[stop - 1][0] == offsets[stop - 1][1]:  # what ends a text for some tokenizers
             stop -= 1
-        return Text(tuple(ids[:stop]), fires[-1], behind[0])
+        return Text(tuple(ids[:stop]), fires[-1], behind[0], form)

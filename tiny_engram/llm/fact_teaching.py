@@ -24,8 +24,6 @@ from .fact_spelling import Text
 
 __all__ = ["TaughtRows", "teach"]
 
-_COMPACT = 0.8  # the batch is made anew once this share of its texts or less is still taught
-
 
 @dataclass(frozen=True, slots=True)
 class TaughtRows:
@@ -33,9 +31,10 @@ class TaughtRows:
 
     Attributes:
         payload, scale: stored rows, float8_e4m3fn `[facts, layers, columns, head_dim]` and uint8 `[..., head_dim / 32]`, on the CPU.
-        learned: bool `[facts]`: every token of the answer comes first, in each text that it was taught in.
+        learned: bool `[facts]`: every token of the answer comes first, in each text of the fact's own words.
         margin: float32 `[facts]`: by how much the weakest of these tokens leads all others, in nats of its logit.
         steps: int64 `[facts]`.
+        missed: for each fact the other forms that it is not answered in.
         seconds: of all.
     """
 
@@ -44,6 +43,7 @@ class TaughtRows:
     learned: torch.Tensor
     margin: torch.Tensor
     steps: torch.Tensor
+    missed: tuple[tuple[str, ...], ...]
     seconds: float
 
 
@@ -93,6 +93,22 @@ class _Batch:
                 handle.remove()
             self.entered = entered[0]
             self.usual = self.logits(states[self.kind == 2]).log_softmax(-1)
+
+    def select(self, kept: torch.Tensor) -> "_Batch":
+        """Some of the texts, int64 ascending, without running again what came before their triggers."""
+        if len(kept) == len(self.fact):
+            return self
+        part = copy.copy(self)
+        at = kept.to(self.ids.device)
+        part.fact = self.fact[kept]
+        for name in ("ids", "seen", "target", "kind", "place", "entered"):
+            setattr(part, name, getattr(self, name)[at])
+        wanted = torch.zeros(len(self.fact), dtype=torch.bool, device=at.device)
+        wanted[at] = True
+        part.usual = self.usual[wanted[(self.kind == 2).nonzero()[:, 0]]]
+        part.cache = copy.deepcopy(self.cache)
+        part.cache.batch_select_indices(at)
+        return part
 
     def _call(self, ids: torch.Tensor, cache: Any, part: slice) -> torch.Tensor:
         options = {self.decoder.cache_argument: cache, "attention_mask": self.seen[:, : part.stop], "position_ids": self.place[:, part]}
@@ -202,6 +218,7 @@ def teach(
     device = next(decoder.module.parameters()).device
     batch = how.batch or (48 if device.type == "cpu" else 512)
     parts: list[tuple[torch.Tensor, ...]] = []
+    missed: list[tuple[str, ...]] = []
     modes = [(module, module.training) for module in decoder.module.modules()]
     decoder.module.eval()
     frozen = [parameter for parameter in decoder.model.parameters() if parameter.requires_grad]
@@ -215,9 +232,11 @@ def teach(
                 texts += len(facts[last])
                 last += 1
             chunk = facts[first:last]
-            parts.append(
-                _teach_chunk(decoder, config, chunk, how, (lambda n, done=done: progress(done + n, len(facts))) if progress else None)
+            *part, missing = _teach_chunk(
+                decoder, config, chunk, how, (lambda n, done=done: progress(done + n, len(facts))) if progress else None
             )
+            parts.append(tuple(part))
+            missed += missing
             first, done = last, done + len(chunk)
     finally:
         for module, mode in modes:
@@ -226,45 +245,42 @@ def teach(
             parameter.requires_grad_(True)
     rows, learned, margin, steps = (torch.cat(part) for part in zip(*parts, strict=True))
     payload, scale = quantize(rows)
-    return TaughtRows(payload, scale, learned, margin, steps, time.perf_counter() - began)
+    return TaughtRows(payload, scale, learned, margin, steps, tuple(missed), time.perf_counter() - began)
 
 
 def _teach_chunk(
     decoder: Decoder, config: FactsConfig, facts: Sequence[Sequence[Text]], how: TeachConfig, progress: Callable[[int], object] | None
-) -> tuple[torch.Tensor, ...]:
-    """Masters float32 `[facts, layers, columns, head_dim]`, learned, margin and steps `[facts]`, on the CPU."""
+) -> tuple[Any, ...]:
+    """Masters float32 `[facts, layers, columns, head_dim]`, learned, margin, steps `[facts]`, on the CPU; forms that each fact missed."""
     assert config.layers is not None
     device = next(decoder.layers[config.layers[0]].parameters()).device
     texts = [text for each in facts for text in each]
     whose = torch.tensor([k for k, each in enumerate(facts) for _ in each])
     calm = _usual_tails(decoder, texts, how.calm_tokens if how.calm else 0)
+    calm = [[] if text.form else more for text, more in zip(texts, calm, strict=True)]
     masters = torch.zeros((len(config.layers), len(facts), config.columns, config.head_dim), device=device, requires_grad=True)
     optimizer = torch.optim.AdamW([masters], lr=how.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    best, margin = torch.zeros_like(masters), torch.full((len(facts),), float("-inf"))
-    steps, active = torch.zeros(len(facts), dtype=torch.int64), torch.ones(len(facts), dtype=torch.bool)
-    batch: _Batch | None = None
+    best, steps = torch.zeros_like(masters), torch.zeros(len(facts), dtype=torch.int64)
+    found, whole = _Best(texts, whose, how.margin), _Batch(decoder, config.layers[0], texts, whose, calm)
     for step in range(how.steps + 1):
-        if batch is None or int(active[batch.fact].sum()) <= _COMPACT * len(batch.fact):
-            kept = active[whose].nonzero()[:, 0].tolist()
-            batch = _Batch(decoder, config.layers[0], [texts[k] for k in kept], whose[kept], [calm[k] for k in kept])
+        kept = found.todo(everything=step == how.steps)
+        batch = whole.select(kept)
         states = batch.run(fake_quantize(masters), config)
         answer, behind = (batch.kind == number for number in (1, 2))
         logits, target = batch.logits(states[answer]), batch.target[answer]
-        whose_token = batch.fact.to(device)[answer.nonzero()[:, 0]]
-        led = _margins(logits.detach(), target)
-        now = torch.full((len(facts),), float("inf"), device=device).scatter_reduce(0, whose_token, led, "amin").cpu()
-        better = active & (now > margin) & now.isfinite()
+        whose_token = answer.nonzero()[:, 0]
+        led = torch.full((len(kept),), float("inf"), device=device)
+        led = led.scatter_reduce(0, whose_token, _margins(logits.detach(), target), "amin").cpu()
+        steps[whose[kept]] = step
+        better = found.see(kept, led)
         best[:, better] = masters.detach()[:, better]
-        margin[better] = now[better]
-        steps[active] = step
-        active = active & ~(now >= how.margin)
         if progress is not None:
-            progress(int((~active).sum()))
-        if not bool(active.any()) or step == how.steps:
+            progress(int(found.done.sum()))
+        if bool(found.done.all()) or step == how.steps:
             break
-        # Each text weighs alike, however long its answer; a fact that is done weighs nothing.
-        wanted = active[batch.fact].float().to(device)
-        loss = (functional.cross_entropy(logits, target, reduction="none") * wanted[answer.nonzero()[:, 0]]).sum()
+        # Each text weighs alike, however long its answer; what leads by the margin weighs nothing.
+        wanted = (led < how.margin).float().to(device)
+        loss = (functional.cross_entropy(logits, target, reduction="none") * wanted[whose_token]).sum()
         if how.calm and len(batch.usual):
             said = batch.logits(states[behind]).log_softmax(-1)
             strayed = (batch.usual.exp() * (batch.usual - said)).sum(-1)
@@ -274,7 +290,57 @@ def _teach_chunk(
         optimizer.step()
     if progress is not None:
         progress(len(facts))
-    return best.detach().transpose(0, 1).cpu().contiguous(), margin > 0, margin, steps
+    return best.detach().transpose(0, 1).cpu().contiguous(), found.own > 0, found.own, steps, found.missed()
+
+
+class _Best:
+    """Which texts are still to be taught, and which step's rows are a fact's best.
+
+    A text that leads by the margin rests until all of its fact do; then all are looked at again. The best rows are those that do most for
+    the fact's own words, and, once these lead by the margin, for its other forms too.
+
+    Attributes:
+        own: float32 `[facts]`: by how much the weakest token of its own words leads, at the best step.
+        done: bool `[facts]`: all of its texts lead by the margin, at one step.
+    """
+
+    def __init__(self, texts: Sequence[Text], whose: torch.Tensor, margin: float) -> None:
+        """whose: int64 `[texts]`, the fact of each."""
+        self.texts, self.whose, self.margin = texts, whose, margin
+        self.form = torch.tensor([bool(text.form) for text in texts])
+        count = int(whose.max()) + 1
+        self.own, self.all = (torch.full((count,), float("-inf")) for _ in range(2))
+        self.done = torch.zeros(count, dtype=torch.bool)
+        self.waiting = torch.ones(len(texts), dtype=torch.bool)
+        self.each = torch.full((len(texts),), float("-inf"))
+
+    def todo(self, *, everything: bool = False) -> torch.Tensor:
+        """The texts of the next step, int64 ascending; everything: all of the facts that are not done."""
+        taught = self.whose[self.waiting].bincount(minlength=len(self.done)) > 0
+        wanted = self.waiting | ~taught[self.whose] | everything
+        return (wanted & ~self.done[self.whose]).nonzero()[:, 0]
+
+    def see(self, kept: torch.Tensor, led: torch.Tensor) -> torch.Tensor:
+        """By how much the answers of these texts lead: bool `[facts]`, rows that are better than before."""
+        most, whose = torch.full((len(self.done),), float("inf")), self.whose[kept]
+        own = most.scatter_reduce(0, whose[~self.form[kept]], led[~self.form[kept]], "amin")
+        every = most.scatter_reduce(0, whose, led, "amin")
+        whole = whose.bincount(minlength=len(self.done)) == self.whose.bincount(minlength=len(self.done))
+        better = torch.where(self.own < self.margin, own > self.own, (own >= self.margin) & (every > self.all)) & whole & every.isfinite()
+        self.own, self.all = torch.where(better, own, self.own), torch.where(better, every, self.all)
+        mine = better[whose]
+        self.each[kept[mine]] = led[mine]
+        self.waiting[kept] = led < self.margin
+        self.done |= whole & (every >= self.margin)
+        return better
+
+    def missed(self) -> list[tuple[str, ...]]:
+        """For each fact the forms whose answers do not come first."""
+        found: list[list[str]] = [[] for _ in self.done]
+        for text, fact, led in zip(self.texts, self.whose.tolist(), self.each.tolist(), strict=True):
+            if text.form and led <= 0:
+                found[fact].append(text.form)
+        return [tuple(forms) for forms in found]
 
 
 def _margins(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from .fact_reader import FactReader
 from .fact_rows import Address, FactRows
 from .fact_spelling import Fact, Spelled, Speller, owner_number
 from .fact_teaching import teach
+from .fact_texts import taught_texts
 from .history import BLOCKED
 from .memory import memory_for
 
@@ -203,8 +204,8 @@ class Facts:
         spelled = [self._speller.spell(fact) for fact in facts]
         held = [each.spelled for each in self.list()]
         check_free(held, spelled, self._speller)
-        texts = [self._speller.texts(fact, contexts=how.contexts, end=how.end) for fact in facts]
-        check_read(held, spelled, texts, self._speller)
+        texts = [taught_texts(self._speller, fact, how) for fact in facts]
+        texts = check_read(held, spelled, texts, self._speller)
         _, moved = self._rows.find([self._address(each) for each in spelled])  # a full address space is told before anything is taught
         if not facts:
             return FactReport(())
@@ -216,7 +217,10 @@ class Facts:
         return FactReport(
             added=tuple(facts[k] for k in learned),
             unlearned=tuple(fact for k, fact in enumerate(facts) if k not in set(learned)),
-            warnings=tuple(warning for each in spelled for warning in each.warnings),
+            warnings=(
+                *(warning for each in spelled for warning in each.warnings),
+                *(f"{facts[k].trigger!r} is not answered {form}" for k in learned for form in taught.missed[k]),
+            ),
             moved=moved,
             nbytes=nbytes,
             seconds=taught.seconds,
