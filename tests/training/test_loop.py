@@ -268,7 +268,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(pipe, config, tmp_path,
 def test_resume_is_refused_for_another_trigger_and_for_damage(pipe, config, tmp_path):
     teach(pipe, config(max_train_steps=2))
     for change, words in [
-        ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1; raise that to go on"),
+        ({"max_train_steps": 1}, "it is at step 2, and max_train_steps is 1; raise that to go on"),
         ({"class_word": "hat"}, "its class_word is None, expected 'hat'; resume with what it was made for"),
         ({"trigger": "bolo"}, "its trigger is 'zqx', expected 'bolo'"),
         ({"aliases": ("zqxs",)}, r"its aliases is \[\], expected \['zqxs'\]"),
