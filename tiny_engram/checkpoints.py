@@ -152,8 +152,8 @@ def tell_other_settings(folder: Path, steps_done: int, before: Mapping[str, Any]
             logger.warning("from step %d on with other settings than %s: %s", steps_done, folder, said)
     elif set(changed) - {"max_train_steps"}:
         raise TinyEngramError(
-            f"{folder}: all {steps_done} steps are done, and none is left to use {said}; raise max_train_steps, or choose another output_dir "
+            f"{folder}: step {steps_done} is the last, and none is left to use {said}; raise max_train_steps, or choose another output_dir "
             "for a new run"
         )
     else:
-        logger.warning("%s: all %d steps are done; raise max_train_steps to go on", folder, steps_done)
+        logger.warning("%s: step %d is the last; raise max_train_steps to go on", folder, steps_done)

@@ -177,11 +177,11 @@ def test_a_text_of_its_own_is_measured(build, tokenizer, recipe, tmp_path):
 def test_other_settings_are_told_and_never_unused(build, tokenizer, recipe, caplog):
     model = build()
     train_lm(model, tokenizer, recipe(), progress=False)
-    with pytest.raises(TinyEngramError, match=r"checkpoint-2: all 2 steps are done.*learning_rate 0.5 \(it had 0.001\); raise max_train"):
+    with pytest.raises(TinyEngramError, match=r"checkpoint-2: step 2 is the last.*learning_rate 0.5 \(it had 0.001\); raise max_train"):
         train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest", learning_rate=0.5), progress=False)
     caplog.clear()
     again = train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
-    assert again.steps == 2 and "checkpoint-2: all 2 steps are done; raise max_train_steps" in caplog.text
+    assert again.steps == 2 and "checkpoint-2: step 2 is the last; raise max_train_steps" in caplog.text
     caplog.clear()
     more = recipe(resume_from_checkpoint="latest", learning_rate=0.01, max_train_steps=3)
     assert train_lm(model, tokenizer, more, progress=False).steps == 3
