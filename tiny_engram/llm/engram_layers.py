@@ -48,7 +48,8 @@ class EngramLayers(nn.Module):
     Attributes:
         config: the completed configuration.
         layers: the model's layers that have one.
-        enabled: False leaves the model as it is, bit for bit, for calls that begin then; caches go on noting ids.
+        enabled: False leaves the model as it is, bit for bit, for calls that begin then. A cache is read as it was begun, with Engram
+            or without: the other way is refused.
     """
 
     def __init__(self, config: EngramConfig, tokenizer: CompressedTokenizer, tables: Mapping[int, Rows | LearnedRows]) -> None:
@@ -64,7 +65,8 @@ class EngramLayers(nn.Module):
         self._canonical: dict[torch.device, torch.Tensor] = {}
         stored = {layer: table for layer, table in tables.items() if not isinstance(table, LearnedRows)}
         self._ahead = {layer: Ahead(table, self._engram(layer).hasher.config.columns) for layer, table in stored.items()}
-        self._key = ""  # of this attachment: what a cache keeps for it is nobody else's
+        self.cache_key = uuid.uuid4().hex  # what a cache keeps for these layers is nobody else's
+        self._told = False
 
     @classmethod
     def attach(cls, model: Any, config: EngramConfig, tokenizer: Any, *, tables: Mapping[int, Rows] | None = None) -> Self:
@@ -152,7 +154,6 @@ class EngramLayers(nn.Module):
         size = max(len(known), int(decoder.config.vocab_size))
         # The last entry is for ids beyond these: embeddings may be added later.
         self._canonical = {known.device: torch.cat((known, known.new_full((size - len(known) + 1,), self.tokenizer.pad_id)))}
-        self._key = uuid.uuid4().hex
         DecoderHost.of(model).add(self)
 
     def detach(self) -> None:
@@ -216,7 +217,7 @@ class EngramLayers(nn.Module):
         gated = engram.gated_values(copies, rows, blocked=blocked)
         before = None
         if call.history is not None and engram.conv_reach:
-            before = call.history.extend_states(f"{self._key}.{layer}", gated, call.past, engram.conv_reach)
+            before = call.history.extend_states(f"{self.cache_key}.{layer}", gated, call.past, engram.conv_reach)
         packed = call.packed
         mixed = engram.mixed(gated, before) if packed is None else packed.back(engram.mixed(packed.lay(gated, 0)))
         out = hidden + mixed.mean(dim=2)

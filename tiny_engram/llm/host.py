@@ -71,7 +71,10 @@ class Call:
 
 
 class Reader(Protocol):
-    """What is attached to a decoder: it changes hidden states in front of layers, from the ids of a call."""
+    """What is attached to a decoder: it changes hidden states in front of layers, from the ids of a call.
+
+    One that changes all tokens has a `cache_key` too, a string of its own: a cache that began with it is read with it, and no other is.
+    """
 
     layers: tuple[int, ...]
     blocked_ids: tuple[int, ...]  # tokens that it may not read
@@ -220,11 +223,11 @@ class DecoderHost:
         if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
         else:
+            reading = tuple(key for reader in self.readers if reader.enabled and (key := getattr(reader, "cache_key", None)))
+            history.read_by(reading, past if begun else 0)
             history.owners, history.begun = owners, True  # pyright: ignore[reportAttributeAccessIssue]
             history.extend(torch.where(padded, BLOCKED, ids), past)
             before = history.before(past, reach)
-            if not all(reader.enabled for reader in self.readers):
-                history.skip_states(past, ids.shape[1])
         packed = None
         if mask is None and cache is None and positions is not None:
             packed = packed_texts(positions, ids)  # pyright: ignore[reportCallIssue]

@@ -16,6 +16,7 @@ from tiny_engram.llm import EngramLayers
 
 from .config import LMTrainConfig
 from .gradients import clip_gradients
+from .optimizer import dense_groups
 from .row_adam import RowAdam
 from .validation import Measured
 
@@ -42,12 +43,9 @@ class Run:
         self.tables: dict[str, nn.Parameter] = {f"table.{layer}": rows.weight for layer, rows in engrams.learned.items()}
         taken = {id(p) for p in self.tables.values()}
         self.dense = {f"dense.{name}": p for name, p in engrams.engrams.named_parameters() if id(p) not in taken}
-        matrices = [p for name, p in self.dense.items() if ".projections." in name and p.ndim == 2]
-        others = [p for p in self.dense.values() if all(p is not each for each in matrices)]
         betas = (BETA1, config.adam_beta2)
-        groups = [{"params": matrices, "weight_decay": config.adam_weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas),
+            torch.optim.AdamW(dense_groups(engrams, config.adam_weight_decay), lr=config.learning_rate, betas=betas),
             RowAdam(self.tables.values(), lr=config.table_rate, betas=betas),
         )
         self.step, self.samples = 0, 0
