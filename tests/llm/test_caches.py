@@ -141,7 +141,7 @@ def test_a_cache_is_read_as_it_was_begun(checked, attach, text, kept, form):
     caches = {True: at.cache(kept), False: at.cache(kept)}
     for at.engrams.enabled, cache in caches.items():
         at.model(ids[:, :5], cache=cache)
-    for at.engrams.enabled, said in ((True, "without Engram layers that read now"), (False, "with Engram layers that do not read now")):
+    for at.engrams.enabled, said in ((True, "without Engram layers that read now"), (False, "with Engram layers that do not now")):
         with pytest.raises(TinyEngramError, match=f"computed {said}.*begin with an empty cache") as caught:
             at.model(ids[:, 5:9], cache=caches[not at.engrams.enabled])
         assert "\n" not in str(caught.value)

@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-
 from transformers import AutoModelForCausalLM
 
 from tiny_engram.errors import TinyEngramError
@@ -70,7 +69,7 @@ def test_a_run_goes_on_only_with_what_it_was_made_for(build, tokenizer, recipe, 
     with pytest.raises(TinyEngramError, match="checkpoint-2: its hidden is 32, expected 64"):
         train_lm(build(hidden_size=64), tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
     (tmp_path / "a.txt").write_text("Another text altogether. " * 60)
-    with pytest.raises(TinyEngramError, match="checkpoint-2: it was taught from another text, or with another tokenizer; resume with the files"):
+    with pytest.raises(TinyEngramError, match="checkpoint-2: it was taught from another text, or .*; resume with the files"):
         train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
     state = tmp_path / "out" / "checkpoint-2" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:200])

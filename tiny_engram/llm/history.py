@@ -72,10 +72,10 @@ class TokenHistory:
         if isinstance(past, int) and past == 0:
             self.readers = readers
         elif self.readers != readers:
-            before = "without Engram layers that read now" if set(readers) - set(self.readers) else "with Engram layers that do not read now"
+            before = "without Engram layers that read now" if set(readers) - set(self.readers) else "with Engram layers that do not now"
             raise TinyEngramError(
-                f"the tokens in the cache were computed {before} (`enabled`, or attached and detached since): expected the same for a whole "
-                "text; begin with an empty cache, or switch back"
+                f"the tokens in the cache were computed {before} (`enabled` was switched, or layers attached or detached): expected the "
+                "same ones for a whole text; begin with an empty cache, or switch back"
             )
 
     def before(self, past: "int | torch.Tensor", size: int) -> torch.Tensor:

@@ -114,7 +114,7 @@ class DecoderHost:
 
     def __init__(self, decoder: Decoder) -> None:
         """Use `of`."""
-        self._module = weakref.ref(decoder.module)
+        self._model, self._module = weakref.ref(decoder.model), weakref.ref(decoder.module)
         self._layers = [weakref.ref(layer) for layer in decoder.layers]
         self._cache_argument = decoder.cache_argument
         self._names = tuple(inspect.signature(decoder.module.forward).parameters)
@@ -129,6 +129,11 @@ class DecoderHost:
         if host is None:
             host = cls._hosts[decoder.module] = cls(decoder)
         return host
+
+    @classmethod
+    def model_of(cls, reader: Reader) -> nn.Module | None:
+        """The causal LM that a reader is attached to."""
+        return next((host._model() for host in list(cls._hosts.values()) if any(each is reader for each in host.readers)), None)
 
     @classmethod
     def release(cls, reader: Reader) -> None:
@@ -174,6 +179,7 @@ class DecoderHost:
         copied = memo[id(module)]  # the decoder, whose hooks are being copied
         host = memo[id(self)] = object.__new__(type(self))
         host._module = weakref.ref(copied)
+        host._model = weakref.ref(memo.get(id(self._model()), copied))  # the decoder alone may be copied
         host._cache_argument, host._names = self._cache_argument, self._names
         host._layers = [weakref.ref(copy.deepcopy(layer(), memo)) for layer in self._layers]
         host.readers = copy.deepcopy(self.readers, memo)

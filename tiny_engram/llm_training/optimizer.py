@@ -28,8 +28,8 @@ class EngramOptimizer(torch.optim.Optimizer):
     """AdamW for projections, norms and convolution, RowAdam for the rows: what train-lm teaches with, as one optimiser.
 
     A step cuts all gradients to one common length and forgets them when it is done: who trains (transformers' Trainer, for one) forgets
-    those of the model alone, of which Engram is no part. Schedulers and state_dict work as with every optimiser; the last group is the rows'.
-    It does not add up gradients over processes, as train-lm does.
+    those of the model alone, of which Engram is no part. Schedulers and state_dict work as with every optimiser; the last group is the
+    rows'. It does not add up gradients over processes, as train-lm does.
     """
 
     # A GradScaler then leaves it to `step` to do nothing where float16 overflowed: it would leave such gradients lying there.
@@ -95,7 +95,7 @@ class EngramOptimizer(torch.optim.Optimizer):
             self.zero_grad()
             return loss
         if all(p.grad is None for p in self.parameters):
-            raise TinyEngramError("no Engram parameter has a gradient: call backward on a loss of the model with the layers attached and enabled")
+            raise TinyEngramError("no Engram parameter has a gradient: expected a loss of the model with the layers attached and enabled")
         if scale is not None:
             for p in self.parameters:
                 if p.grad is not None:

@@ -117,8 +117,8 @@ class Windows:
         held = 0 if not percentage else max(1, round(len(self) * percentage / 100))
         if held >= len(self):
             raise TinyEngramError(
-                f"the text has {counted(len(self), 'window')} of {self.size} tokens: expected one to learn from and one to hold out; pass a smaller "
-                "--block_size, more text, or --validation_split_percentage 0"
+                f"the text has {counted(len(self), 'window')} of {self.size} tokens: expected one to learn from and one to hold out; pass "
+                "a smaller --block_size, more text, or --validation_split_percentage 0"
             )
         out = torch.zeros(len(self), dtype=torch.bool)
         out[_spread(len(self), held)] = True
