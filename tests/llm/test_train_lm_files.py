@@ -187,8 +187,12 @@ def test_other_settings_are_told_and_never_unused(build, tokenizer, recipe, capl
     (line,) = [line for line in caplog.messages if "other settings" in line]
     assert line.startswith("from step 2 on") and line.endswith("max_train_steps 3 (it had 2), learning_rate 0.01 (it had 0.001)")
     caplog.clear()
+    assert "holds checkpoint" not in caplog.text
     train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest", learning_rate=0.01, max_train_steps=4), progress=False)
     assert "learning_rate" not in caplog.text and "max_train_steps 4 (it had 3)" in caplog.text
+    caplog.clear()
+    train_lm(model, tokenizer, recipe(resume_from_checkpoint="checkpoint-2", max_train_steps=3), progress=False)
+    assert "holds checkpoint-4 too, which 'latest' means until this run is past it" in caplog.text
 
 
 @pytest.mark.usefixtures("log_levels")

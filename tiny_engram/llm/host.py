@@ -299,7 +299,7 @@ def _ids_of(kwargs: dict[str, Any]) -> torch.Tensor:
         if told is None:
             raise TinyEngramError(
                 "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them. "
-                "generate takes none: call the model so with all but the last token and a cache=, then generate(ids, cache=) with that cache"
+                "generate takes none: call the model so with all but the last token and a cache=, then generate(ids, cache=) with it"
             )
         if told.ndim != 2 or told.shape[0] != shape[0] or told.shape[1] < shape[1]:
             raise TinyEngramError(f"engram_ids are {list(told.shape)}, inputs_embeds of {shape} tokens: expected as many")

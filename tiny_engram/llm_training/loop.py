@@ -173,6 +173,9 @@ class _Loop:
             resume(self.state, folder, self.identity)
             if folder.resolve() == (output / f"{PREFIX}{self.state.step}").resolve():
                 self.state.written = self.state.step
+            later = [path.name for step, path in list_checkpoints(output) if step > self.state.step]
+            if later and accelerator.is_main_process:
+                logger.warning("%s holds %s too, which 'latest' means until this run is past it", output, later[-1])
         else:
             on_main(accelerator, lambda: delete_checkpoints(output))
 
@@ -275,6 +278,7 @@ class _Loop:
 
     def _checkpoint(self) -> None:
         on_main(self.accelerator, self._write_checkpoint)
+        self.state.written = self.state.step  # of all: they say the same in an error
 
     def _write_checkpoint(self) -> None:
         """One that is there holds the same: writing it again would take it away for a moment, and a kill in it would lose the run."""
