@@ -5,6 +5,7 @@ could find. May import torch, safetensors, errors and files.
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,19 @@ from safetensors.torch import load_file, save
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import sync_folder, write_atomically
 
-__all__ = ["PREFIX", "CheckpointError", "find_checkpoint", "list_checkpoints", "load_checkpoint", "refuse_another_run", "write_checkpoint"]
+__all__ = [
+    "PREFIX",
+    "CheckpointError",
+    "delete_checkpoints",
+    "find_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "refuse_another_run",
+    "tell_other_settings",
+    "write_checkpoint",
+]
+
+logger = logging.getLogger(__name__)
 
 PREFIX, STATE, TENSORS = "checkpoint-", "state.json", "state.safetensors"
 
@@ -75,10 +88,18 @@ def write_checkpoint(
     return target
 
 
+def delete_checkpoints(output_dir: Path) -> None:
+    """Delete all of another run, so that "latest" means this one's alone."""
+    for _, path in list_checkpoints(output_dir):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def find_checkpoint(output_dir: Path, wanted: str) -> Path | None:
-    """The folder that `--resume_from_checkpoint` means; None for "latest" where there is none yet."""
+    """The folder that `--resume_from_checkpoint` means; None for "latest" where there is none yet, which is warned of."""
     if wanted == "latest":
         found = list_checkpoints(output_dir)
+        if not found:
+            logger.warning("no checkpoint in %s to resume from: a new run starts", output_dir)
         return found[-1][1] if found else None
     path = Path(wanted) if Path(wanted).is_dir() else output_dir / wanted
     if not (path / STATE).is_file():
@@ -111,4 +132,28 @@ def refuse_another_run(folder: Path, steps_done: int, max_train_steps: int, same
         if before != now:
             raise TinyEngramError(f"{folder}: its {name} is {before!r}, expected {now!r}; resume with what it was made for")
     if steps_done > max_train_steps:
-        raise TinyEngramError(f"{folder}: it has done {steps_done} steps, and max_train_steps is {max_train_steps}; raise that to go on")
+        raise TinyEngramError(f"{folder}: it is at step {steps_done}, and max_train_steps is {max_train_steps}; raise that to go on")
+
+
+def tell_other_settings(folder: Path, steps_done: int, before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Say in one line which of these settings a run goes on with that its checkpoint was not made with.
+
+    Args:
+        before, now: configs as JSON; what an older checkpoint lacks is not compared.
+
+    Raises:
+        TinyEngramError: no step is left in which they could be used.
+    """
+    whole = now["lr_scheduler"] == "constant"  # else the rates of all steps depend on how many there are
+    changed = [name for name in names if name in before and before[name] != now[name] and not (whole and name == "max_train_steps")]
+    said = ", ".join(f"{name} {now[name]!r} (it had {before[name]!r})" for name in changed)
+    if steps_done < now["max_train_steps"]:
+        if said:
+            logger.warning("from step %d on with other settings than %s: %s", steps_done, folder, said)
+    elif set(changed) - {"max_train_steps"}:
+        raise TinyEngramError(
+            f"{folder}: step {steps_done} is the last, and none is left to use {said}; raise max_train_steps, or choose another output_dir "
+            "for a new run"
+        )
+    else:
+        logger.warning("%s: step %d is the last; raise max_train_steps to go on", folder, steps_done)

@@ -18,6 +18,7 @@ from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.facts_cli import add_facts_verbs, run_facts_verb
 from tiny_engram.files import check_writable
+from tiny_engram.interrupts import Terminated, terminable
 from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.studio.server import add_arguments as add_app_arguments
@@ -355,17 +356,18 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 2 for a user's error, 130 for Ctrl-C."""
+    """Runs one command; returns the exit code: 0, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM."""
     args = _parser().parse_args(argv)
     _quiet_libraries()
     try:
-        return VERBS[args.verb](args)
+        with terminable():
+            return VERBS[args.verb](args)
     except TinyEngramError as error:
         print("tiny-engram: " + str(error).replace("\n", " "), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("tiny-engram: stopped", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stopped, Terminated) else 130
     except BrokenPipeError:
         # the reader of our output has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

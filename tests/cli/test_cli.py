@@ -203,16 +203,17 @@ def test_processes_say_one_thing_on_each_stream(saved_pipe, concept_file, folder
     assert not (tmp_path / "out").exists()
 
 
-def test_ctrl_c_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path, quick):
+@pytest.mark.parametrize("number, code", ((signal.SIGINT, 130), (signal.SIGTERM, 143)))
+def test_a_signal_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path, quick, number, code):
     options = ("--model", saved_pipe, "--device", "cpu", "--train_data_dir", folder, "--trigger", "zqx", "--checkpointing_steps", 2)
     process = start("train", *options, *quick, "--max_train_steps", 100_000, "--lr_scheduler", "constant", cwd=tmp_path)
     out = tmp_path / "out"
     deadline = time.monotonic() + 120
     while not (out / "checkpoint-4").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.endswith("tiny-engram: stopped\n") and "go on with --resume_from_checkpoint latest" in err
+    assert process.returncode == code and err.endswith("tiny-engram: stopped\n") and "go on with --resume_from_checkpoint latest" in err
     assert "Traceback" not in err
     names = {p.name for p in out.iterdir()}
     assert all(re.fullmatch(r"checkpoint-\d+", name) for name in names), names

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.llm.history import history_of
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -135,27 +134,35 @@ def test_two_threads_generate_at_once(build, attach, text):
     assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
 
 
+@pytest.mark.parametrize("form", ("paper", "v41"))
 @pytest.mark.parametrize("kept", ("dynamic", "static"))
-def test_calls_while_disabled_are_noted(checked, text, kept):
-    at, ids = checked(), text(1, 14)
-    cache = at.cache(kept)
-    at.model(ids[:, :5], cache=cache)
-    if kept == "dynamic":
-        at.model(text(1, 6, seed=6), cache=cache)  # states that must not be read again
-        cache.crop(-6)
-    at.engrams.enabled = False
-    at.model(ids[:, 5:9], cache=cache)
+def test_a_cache_is_read_as_it_was_begun(checked, attach, text, kept, form):
+    at, ids = checked(form=form), text(1, 14)
+    caches = {True: at.cache(kept), False: at.cache(kept)}
+    for at.engrams.enabled, cache in caches.items():
+        at.model(ids[:, :5], cache=cache)
+    for at.engrams.enabled, said in ((True, "without Engram layers that read now"), (False, "with Engram layers that do not now")):
+        with pytest.raises(TinyEngramError, match=f"computed {said}.*begin with an empty cache") as caught:
+            at.model(ids[:, 5:9], cache=caches[not at.engrams.enabled])
+        assert "\n" not in str(caught.value)
+    for at.engrams.enabled, cache in caches.items():  # a refusal has changed nothing
+        found = at.model(ids[:, 5:], cache=cache).logits
+        assert at.near(found, at.model(ids).logits[:, 5:])
+        copied = copy.deepcopy(cache)
+        at.engrams.enabled = not at.engrams.enabled
+        with pytest.raises(TinyEngramError, match="begin with an empty cache"):
+            at.model(ids[:, :1], cache=copied)
+        copied.reset()
+        at.model(ids[:, :5], cache=copied)
     at.engrams.enabled = True
-    at.noted.taken()
-    at.model(ids[:, 9:], cache=cache)
-    rows = at.noted.taken()
-    history = history_of(cache)
-    assert history is not None and len(history.states) == 2
-    for key, states in history.states.items():
-        assert not bool(states[:, 5:9].any()), key
-        assert bool(states[:, 4].any()) and bool(states[:, 9].any())
-    at.model(ids)
-    assert all(torch.equal(found[:, 9:], rows[layer]) for layer, found in at.noted.taken().items())
+    more = attach(at.model, seed=2)
+    with pytest.raises(TinyEngramError, match="computed without Engram layers that read now"):
+        at.model(ids[:, :1], cache=caches[True])
+    more.detach()
+    if kept == "dynamic":
+        caches[True].crop(-14)
+        more = attach(at.model, seed=2)
+        assert at.near(at.model(ids, cache=caches[True]).logits, at.model(ids).logits)
 
 
 def test_a_cache_filled_in_inference_mode_goes_on_outside(checked, text):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tiny_engram.errors import TinyEngramError
+
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 NEW = 10
@@ -139,6 +141,8 @@ def test_a_conversation_goes_on_in_its_cache(model, text):
 
 def test_generating_goes_on_behind_embeddings(model, text):
     ids = text(2, 9)
+    with pytest.raises(TinyEngramError, match="generate takes none: call the model so with all but the last token"):
+        generated(model, None, inputs_embeds=model.get_input_embeddings()(ids))
     cache = DynamicCache(config=model.config)
     model(inputs_embeds=model.get_input_embeddings()(ids[:, :8]), engram_ids=ids[:, :8], cache=cache)
     assert torch.equal(generated(model, ids, cache=cache), by_full_forwards(model, ids))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import signal
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -10,6 +11,7 @@ from accelerate.state import AcceleratorState
 from tiny_engram.cli import main
 from tiny_engram.errors import ConfigError
 from tiny_engram.llm_training.config import LMTrainConfig
+from tiny_engram.llm_training.run import Run
 from tiny_engram.llm_training.train_cli import HELP
 
 GIVEN = {"train_file": ("a.txt",), "layers": (2, 10)}
@@ -103,14 +105,37 @@ def test_the_command_teaches_and_goes_on(run, tmp_path, caplog):
     assert len(json.loads((tmp_path / "out" / "checkpoint-5" / "state.json").read_text())["losses"]) == 5
 
 
+@pytest.mark.usefixtures("log_levels")
+def test_sigterm_leaves_a_checkpoint_of_a_whole_step(run, tmp_path, monkeypatch, caplog):
+    plain = Run.update
+
+    def terminated(self):
+        if self.step == 1:
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # it would end the tests
+            signal.raise_signal(signal.SIGTERM)
+        return plain(self)
+
+    words = ["--model", "model", "--train_file", "a.txt", "--layers", "1,2", "--output_dir", "out", "--max_train_steps", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "update", terminated)
+        code, out, err = run(*words)
+    assert code == 143 and out == "" and err.endswith("tiny-engram: stopped\n") and "stopped at step 2; go on with" in caplog.text
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    code, out, _ = run(*words, "--resume_from_checkpoint", "latest")
+    assert code == 0 and "3 steps" in out
+
+
 REFUSED = {
     "no such text": (["--train_file", "none.txt"], "none.txt: no such file or folder"),
     "no such model": (["--model", "none"], "none: cannot be loaded"),
+    "no such path": (["--model", "/none/model"], "/none/model: no such folder; expected a transformers causal LM's"),
+    "no such device": (["--device", "foo"], "device 'foo' cannot be used (Expected one of cpu, cuda"),
     "no such GGUF": (["--model", "none.gguf"], "none.gguf: no such file"),
     "a folder that is no model": (["--model", "."], "no config.json in it"),
     "no such layer": (["--layers", "1", "9"], "layer 9: expected 0 to 3"),
     "windows too long": (["--block_size", "256"], "block_size is 256: expected at most 128"),
-    "too little text": (["--block_size", "128", "--train_file", "short.txt"], "the text has 1 windows of 128 tokens"),
+    "too little text": (["--block_size", "128", "--train_file", "short.txt"], "the text has 1 window of 128 tokens"),
     "no checkpoint": (["--resume_from_checkpoint", "checkpoint-9"], "'checkpoint-9' is no checkpoint"),
     "somebody's README": (["--output_dir", "other"], "README.md: would be overwritten"),
     "no place to write": (["--output_dir", "a.txt/out"], "cannot write there"),

@@ -3,10 +3,12 @@
 import copy
 import errno
 import os
+import shutil
 import signal
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
@@ -53,7 +55,7 @@ OTHERS = {
     "layers": ({"layers": (1,)}, r"its layers is \[1, 2\], expected \[1\]"),
     "windows": ({"block_size": 16}, "its block_size is 32, expected 16"),
     "held out": ({"validation_split_percentage": 30.0}, "its validation_split_percentage is 5.0, expected 30.0"),
-    "fewer steps": ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1"),
+    "fewer steps": ({"max_train_steps": 1}, "it is at step 2, and max_train_steps is 1"),
 }
 
 
@@ -67,7 +69,7 @@ def test_a_run_goes_on_only_with_what_it_was_made_for(build, tokenizer, recipe, 
     with pytest.raises(TinyEngramError, match="checkpoint-2: its hidden is 32, expected 64"):
         train_lm(build(hidden_size=64), tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
     (tmp_path / "a.txt").write_text("Another text altogether. " * 60)
-    with pytest.raises(TinyEngramError, match="checkpoint-2: its text is '.*resume with what it was made for"):
+    with pytest.raises(TinyEngramError, match="checkpoint-2: it was taught from another text, or .*; resume with the files"):
         train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
     state = tmp_path / "out" / "checkpoint-2" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:200])
@@ -100,7 +102,7 @@ def test_out_of_memory_is_one_line(build, tokenizer, recipe, tmp_path):
     handle.remove()
     wrong = model.model.layers[2].register_forward_pre_hook(lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):  # another mistake is not taken for it
-        train_lm(model, tokenizer, recipe(), progress=False)
+        train_lm(model, tokenizer, recipe(overwrite_output_dir=True), progress=False)
     wrong.remove()
 
 
@@ -123,7 +125,7 @@ def test_layers_are_computed_again(build, tokenizer, recipe):
         calls = []
         # before, not after: computing again ends as soon as it has all that is needed
         handle = model.model.layers[2].mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
-        train_lm(model, tokenizer, recipe(gradient_checkpointing=again), progress=False)
+        train_lm(model, tokenizer, recipe(gradient_checkpointing=again, overwrite_output_dir=True), progress=False)
         handle.remove()
         counts[again] = len(calls)
     assert counts[True] == counts[False] + 2
@@ -168,3 +170,69 @@ def test_a_text_of_its_own_is_measured(build, tokenizer, recipe, tmp_path):
     assert [each.tokens for each in result.measured] == [3 * 31] * 2
     nothing = train_lm(build(), tokenizer, recipe(validation_split_percentage=0, output_dir=str(tmp_path / "n")), progress=False)
     assert nothing.measured == () and "| step |" not in (nothing.path / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("log_levels")
+def test_other_settings_are_told_and_never_unused(build, tokenizer, recipe, caplog):
+    model = build()
+    train_lm(model, tokenizer, recipe(), progress=False)
+    with pytest.raises(TinyEngramError, match=r"checkpoint-2: step 2 is the last.*learning_rate 0.5 \(it had 0.001\); raise max_train"):
+        train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest", learning_rate=0.5), progress=False)
+    caplog.clear()
+    again = train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False)
+    assert again.steps == 2 and "checkpoint-2: step 2 is the last; raise max_train_steps" in caplog.text
+    caplog.clear()
+    more = recipe(resume_from_checkpoint="latest", learning_rate=0.01, max_train_steps=3)
+    assert train_lm(model, tokenizer, more, progress=False).steps == 3
+    (line,) = [line for line in caplog.messages if "other settings" in line]
+    assert line.startswith("from step 2 on") and line.endswith("max_train_steps 3 (it had 2), learning_rate 0.01 (it had 0.001)")
+    caplog.clear()
+    assert "holds checkpoint" not in caplog.text
+    train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest", learning_rate=0.01, max_train_steps=4), progress=False)
+    assert "learning_rate" not in caplog.text and "max_train_steps 4 (it had 3)" in caplog.text
+    caplog.clear()
+    train_lm(model, tokenizer, recipe(resume_from_checkpoint="checkpoint-2", max_train_steps=3), progress=False)
+    assert "holds checkpoint-4 too, which 'latest' means until this run is past it" in caplog.text
+
+
+@pytest.mark.usefixtures("log_levels")
+def test_a_new_run_does_not_begin_among_the_files_of_another(build, tokenizer, recipe, tmp_path, caplog):
+    model, out = build(), tmp_path / "out"
+    missing = recipe(resume_from_checkpoint="latest", max_train_steps=4)
+    train_lm(model, tokenizer, missing, progress=False)
+    assert f"no checkpoint in {out} to resume from: a new run starts" in caplog.text
+    with pytest.raises(TinyEngramError, match="out holds checkpoint-4 of another run; .*--overwrite_output_dir") as caught:
+        train_lm(model, tokenizer, recipe(), progress=False)
+    assert "\n" not in str(caught.value)
+
+    def stop(step, loss):
+        if step == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(TinyEngramError, match="block_size is 256"):  # what is refused deletes nothing
+        train_lm(model, tokenizer, recipe(overwrite_output_dir=True, block_size=256), progress=False)
+    assert (out / "checkpoint-4").is_dir()
+    with pytest.raises(KeyboardInterrupt):
+        train_lm(model, tokenizer, recipe(overwrite_output_dir=True), progress=False, on_step=stop)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert train_lm(model, tokenizer, recipe(resume_from_checkpoint="latest"), progress=False).steps == 2
+    shutil.rmtree(out / "checkpoint-1")
+    shutil.rmtree(out / "checkpoint-2")
+    with pytest.raises(TinyEngramError, match="out holds adapter_config.json of another run"):
+        train_lm(model, tokenizer, recipe(), progress=False)
+
+
+def test_the_way_out_of_a_first_step_that_is_not_finite_names_no_checkpoint(build, tokenizer, recipe):
+    model = build()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(TinyEngramError, match="the loss of step 1 is nan; lower .*and start anew$"):
+        train_lm(model, tokenizer, recipe(validation_split_percentage=0), progress=False)
+
+
+def test_the_card_names_the_base(build, tokenizer, recipe, tmp_path):
+    build().save_pretrained(tmp_path / "a-base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a-base")
+    card = (train_lm(model, tokenizer, recipe(max_train_steps=1), progress=False).path / "README.md").read_text()
+    assert "# Engram layers for a-base" in card and 'base = "a-base"  # a folder' in card and str(tmp_path) not in card
+    assert "Taught for 1 step from" in card

@@ -31,7 +31,7 @@ def test_a_folder_gives_its_texts_by_name(tmp_path, caplog):
     }
     with caplog.at_level("INFO"):
         assert list(read_texts([write(tmp_path, files)], tell=True)) == ["first", "one", "two\nlines", "# last\u2028more"]
-    assert "1 other files" in caplog.text
+    assert "1 other file in" in caplog.text
     assert list(read_texts([tmp_path / "z.md", tmp_path / "a.TXT"])) == ["# last\u2028more", "first"]
 
 
@@ -117,7 +117,7 @@ def test_held_out_windows_are_spread_and_apart():
     assert not set(train.chosen.tolist()) & set(held.chosen.tolist())
     assert held.some(2).chosen.tolist() == [30, 70] and held.some(9) is held
     assert len(windows.split(0)[1]) == 0 and len(Windows.of(torch.arange(30), 10, 0).split(1)[1]) == 1
-    with pytest.raises(TinyEngramError, match="the text has 1 windows of 10 tokens.*--block_size"):
+    with pytest.raises(TinyEngramError, match="the text has 1 window of 10 tokens.*--block_size"):
         Windows.of(torch.arange(10), 10, 0).split(5)
 
 

@@ -49,8 +49,9 @@ def main(folder: Path, rank: int) -> None:
             with torch.no_grad():
                 model.lm_head.weight.fill_(math.nan)
 
-    errors = []
-    for changes, on_step in (({"output_dir": str(folder / "spoiled")}, spoil), ({"train_file": [str(folder / "none.txt")]}, None)):
+    errors, missing = [], {"train_file": [str(folder / "none.txt")], "output_dir": str(folder / "missing")}
+    spoiled = {"output_dir": str(folder / "spoiled"), "checkpointing_steps": 1}
+    for changes, on_step in ((spoiled, spoil), (missing, None)):
         try:
             train_lm(model, tokenizer, LMTrainConfig.from_dict(config.to_dict() | changes), progress=False, on_step=on_step)
         except TinyEngramError as error:

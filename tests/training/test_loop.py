@@ -268,7 +268,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(pipe, config, tmp_path,
 def test_resume_is_refused_for_another_trigger_and_for_damage(pipe, config, tmp_path):
     teach(pipe, config(max_train_steps=2))
     for change, words in [
-        ({"max_train_steps": 1}, "it has done 2 steps, and max_train_steps is 1; raise that to go on"),
+        ({"max_train_steps": 1}, "it is at step 2, and max_train_steps is 1; raise that to go on"),
         ({"class_word": "hat"}, "its class_word is None, expected 'hat'; resume with what it was made for"),
         ({"trigger": "bolo"}, "its trigger is 'zqx', expected 'bolo'"),
         ({"aliases": ("zqxs",)}, r"its aliases is \[\], expected \['zqxs'\]"),
@@ -282,6 +282,21 @@ def test_resume_is_refused_for_another_trigger_and_for_damage(pipe, config, tmp_
     with pytest.raises(TinyEngramError, match="cannot read the checkpoint"):
         teach(pipe, config(resume_from_checkpoint="latest"))
     assert find_adapter(pipe) is None
+
+
+@pytest.mark.usefixtures("log_levels")
+def test_what_a_resume_changes_and_what_lies_there_is_said(pipe, config, tmp_path, caplog):
+    teach(pipe, config(max_train_steps=1, resume_from_checkpoint="latest"))
+    assert f"no checkpoint in {tmp_path / 'out'} to resume from: a new run starts" in caplog.text
+    with pytest.raises(TinyEngramError, match=r"checkpoint-1: step 1 is the last.*gate_learning_rate 0.5 \(it had"):
+        teach(pipe, config(max_train_steps=1, gate_learning_rate=0.5, resume_from_checkpoint="latest"))
+    caplog.clear()
+    teach(pipe, config(max_train_steps=2, gate_learning_rate=0.5, resume_from_checkpoint="latest"))
+    (line,) = [line for line in caplog.messages if "other settings" in line]
+    assert line.startswith("from step 1 on with other settings than") and "gate_learning_rate 0.5 (it had" in line
+    assert "of another run" not in caplog.text
+    teach(pipe, config(max_train_steps=1))
+    assert "holds checkpoint-2 of another run" in caplog.text
 
 
 def test_the_limit_holds_and_odd_folders_survive(pipe, config, tmp_path):

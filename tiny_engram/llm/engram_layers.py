@@ -4,10 +4,11 @@ Imports torch, safetensors, the core (layer, tokenizer, table) and, of this pack
 """
 
 import json
+import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,12 +29,14 @@ from tiny_engram.tokenizer import CompressedTokenizer
 
 from .ahead import Ahead, Coming, read_rows
 from .config import EngramConfig
-from .decoders import decoder_of
+from .decoders import UnsupportedModelError, decoder_of
 from .history import BLOCKED
 from .host import Call, DecoderHost
-from .rows import LearnedRows
+from .rows import LearnedRows, check_tables, learned_rows, rows_total
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "EngramLayers"]
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -48,7 +51,8 @@ class EngramLayers(nn.Module):
     Attributes:
         config: the completed configuration.
         layers: the model's layers that have one.
-        enabled: False leaves the model as it is, bit for bit, for calls that begin then; caches go on noting ids.
+        enabled: False leaves the model as it is, bit for bit, for calls that begin then. A cache is read as it was begun, with Engram
+            or without: the other way is refused.
     """
 
     def __init__(self, config: EngramConfig, tokenizer: CompressedTokenizer, tables: Mapping[int, Rows | LearnedRows]) -> None:
@@ -64,7 +68,8 @@ class EngramLayers(nn.Module):
         self._canonical: dict[torch.device, torch.Tensor] = {}
         stored = {layer: table for layer, table in tables.items() if not isinstance(table, LearnedRows)}
         self._ahead = {layer: Ahead(table, self._engram(layer).hasher.config.columns) for layer, table in stored.items()}
-        self._key = ""  # of this attachment: what a cache keeps for it is nobody else's
+        self.cache_key = uuid.uuid4().hex  # what a cache keeps for these layers is nobody else's
+        self._told = False
 
     @classmethod
     def attach(cls, model: Any, config: EngramConfig, tokenizer: Any, *, tables: Mapping[int, Rows] | None = None) -> Self:
@@ -82,15 +87,11 @@ class EngramLayers(nn.Module):
         config, compressed = _completed(model, config, tokenizer)
         generator = torch.Generator().manual_seed(config.seed)
         if tables is None:
-            std = 0.0 if config.start == "rows" else 0.02
-            made = cls(
-                config,
-                compressed,
-                {layer: LearnedRows(_rows_total(config, layer), config.head_dim, std=std, generator=generator) for layer in config.layers},
-            )
+            tables_made = learned_rows(config, generator)
         else:
-            _check_tables(config, tables)
-            made = cls(config, compressed, tables)
+            check_tables(config, tables)
+            tables_made = tables
+        made = cls(config, compressed, tables_made)
         made._draw(generator)
         made._mount(model)
         return made
@@ -139,6 +140,14 @@ class EngramLayers(nn.Module):
 
     def _mount(self, model: Any) -> None:
         decoder = decoder_of(model)
+        others = [reader for reader in DecoderHost.of(model).readers if isinstance(reader, EngramLayers)]
+        if others:
+            places = ", ".join(str(list(other.layers)) for other in others)
+            logger.warning(
+                "this model has Engram layers already, in front of layers %s: all of them add to its states; detach() those that are not "
+                "meant to stay",
+                places,
+            )
         for layer in self.layers:
             if layer >= len(decoder.layers):
                 raise TinyEngramError(
@@ -152,15 +161,63 @@ class EngramLayers(nn.Module):
         size = max(len(known), int(decoder.config.vocab_size))
         # The last entry is for ids beyond these: embeddings may be added later.
         self._canonical = {known.device: torch.cat((known, known.new_full((size - len(known) + 1,), self.tokenizer.pad_id)))}
-        self._key = uuid.uuid4().hex
         DecoderHost.of(model).add(self)
 
     def detach(self) -> None:
-        """Take all hooks out of the model; nothing happens where there are none."""
+        """Take all hooks out of the model; nothing happens where there are none.
+
+        A cache that was filled before keeps what Engram put into it, and the model alone goes on in it without a word: begin with an
+        empty one.
+        """
         DecoderHost.release(self)
+
+    def reattach(self, model: Any) -> None:
+        """Put detached layers back, with the rows and weights that they have; nothing happens where they are attached to this model.
+
+        Args:
+            model: the one that they were attached to, or one of the same weights.
+
+        Raises:
+            UnsupportedModelError: a model without a place for them, or of another width.
+            TinyEngramError: they are attached to another model.
+        """
+        decoder, where = decoder_of(model), DecoderHost.model_of(self)
+        if where is decoder.model:
+            return
+        if where is not None:
+            raise TinyEngramError(f"these Engram layers are attached to another {type(where).__name__}: expected none; call detach() first")
+        if decoder.hidden != self.config.hidden:
+            raise UnsupportedModelError(f"the model has width {decoder.hidden}: expected {self.config.hidden}, that of the layers")
+        self._mount(model)
+
+    # -- what learns ---------------------------------------------------------------------------------------------------------
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """(those that learn, all), of these layers and of the model that they are attached to, as PEFT counts them."""
+        model = DecoderHost.model_of(self)
+        parameters = [*self.parameters(), *(model.parameters() if model is not None else ())]
+        return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+    def print_trainable_parameters(self) -> None:
+        """PEFT's line. A model that was not frozen counts in full: call its `requires_grad_(False)`."""
+        learn, total = self.get_nb_trainable_parameters()
+        print(f"trainable params: {learn:,d} || all params: {total:,d} || trainable%: {100 * learn / total:.4f}")
+
+    def _tell_unfrozen(self) -> None:
+        """Once, where a training step goes through a base that learns: an optimiser of model.parameters() has none of Engram's."""
+        model: Any = DecoderHost.model_of(self)
+        if model is None or not model.training or not model.get_input_embeddings().weight.requires_grad:
+            return
+        self._told = True
+        logger.warning(
+            "the model's own parameters require gradients: an optimiser of model.parameters(), such as Trainer's own, teaches these and "
+            "not Engram; call model.requires_grad_(False) and train with tiny_engram.llm_training.EngramOptimizer(layers)"
+        )
 
     def prepare(self, call: Call) -> dict[int, "torch.Tensor | Coming"]:
         """For every layer its rows, which are being read, or row ids int64 ``[B, T, columns]`` of rows that `at` will read."""
+        if not self._told and not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.learned:
+            self._tell_unfrozen()
         canonical = self._canonical_on(call.ids.device)
         beyond = len(canonical) - 1
         ids = canonical[torch.where(call.blocked, 0, call.ids).clamp(max=beyond)]
@@ -216,7 +273,7 @@ class EngramLayers(nn.Module):
         gated = engram.gated_values(copies, rows, blocked=blocked)
         before = None
         if call.history is not None and engram.conv_reach:
-            before = call.history.extend_states(f"{self._key}.{layer}", gated, call.past, engram.conv_reach)
+            before = call.history.extend_states(f"{self.cache_key}.{layer}", gated, call.past, engram.conv_reach)
         packed = call.packed
         mixed = engram.mixed(gated, before) if packed is None else packed.back(engram.mixed(packed.lay(gated, 0)))
         out = hidden + mixed.mean(dim=2)
@@ -281,12 +338,13 @@ class EngramLayers(nn.Module):
             raise TinyEngramError(f"{folder / CONFIG_FILE}: not of Engram layers; expected peft_type 'ENGRAM'")
         described.pop("task_type", None)
         config, compressed = _completed(model, EngramConfig.from_dict(described), tokenizer)
+        _tell_another_base(config, decoder_of(model).config)
         device = next(decoder_of(model).module.parameters()).device
         # A hash is within a table of the right size, which is checked once: a lookup that asks again waits for the device.
         options = {"device": device if home == "device" else None, "bounds": "ignore"}
         tables = {layer: EngramTable.open(folder / _table_file(layer), home, **options) for layer in config.layers}
         for layer, table in tables.items():
-            expected = _rows_total(config, layer), config.head_dim
+            expected = rows_total(config, layer), config.head_dim
             if (table.storage.rows, table.storage.head_dim) != expected:
                 found = f"{table.storage.rows} rows of {table.storage.head_dim}"
                 wanted = f"{expected[0]} of {expected[1]}"
@@ -319,21 +377,8 @@ def _completed(model: Any, config: EngramConfig, tokenizer: Any) -> tuple[Engram
     return completed, compressed
 
 
-def _check_tables(config: EngramConfig, tables: Mapping[int, Rows]) -> None:
-    if set(tables) != set(config.layers):
-        wanted = f"one for each of {sorted(config.layers)}, as EngramConfig.layers says"
-        raise TinyEngramError(f"tables are for layers {sorted(tables)}: expected {wanted}")
-    for layer, table in tables.items():
-        if table.head_dim != config.head_dim:
-            wanted = f"{config.head_dim}, as EngramConfig.head_dim says"
-            raise TinyEngramError(f"layer {layer}: rows have {table.head_dim} values, expected {wanted}")
-        rows, needed = len(table) if isinstance(table, Sized) else None, _rows_total(config, layer)
-        if rows is not None and rows < needed:
-            wanted = "expected a table that was made for this config"
-            raise TinyEngramError(f"layer {layer}: the table has {rows} rows, its hash reaches {needed}; {wanted}")
-
-
-def _rows_total(config: EngramConfig, layer: int) -> int:
-    from tiny_engram.hashing import NgramHasher
-
-    return NgramHasher(config.hash_config, layer).rows_total
+def _tell_another_base(config: EngramConfig, has: Any) -> None:
+    """Widths and tokenizers are compared elsewhere; of weights only the name is known, and its last part where it is a path."""
+    made, now = ((name or "").rstrip("/").rpartition("/")[2] for name in (config.base_model_name_or_path, getattr(has, "name_or_path", "")))
+    if made and now and made != now:
+        logger.warning("these Engram layers were made for %s, this model is %s: expected the weights that they were taught on", made, now)

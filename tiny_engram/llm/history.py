@@ -24,6 +24,7 @@ class TokenHistory:
     Attributes:
         ids: int64 ``[B, capacity]``, `BLOCKED` for padding; valid up to the cache's own length.
         owners: int64 ``[B]``, numbers of users, or None for nobody's; the first call says it, and `begun` that there was one.
+        readers: `cache_key` of the readers that all tokens in the cache were computed with, of those that have one.
         states: by a reader's own key, ``[B, capacity, ...]``, which a convolution reads back: as many bytes a token as a hidden state has.
     """
 
@@ -33,6 +34,7 @@ class TokenHistory:
         self.ids: torch.Tensor | None = None
         self.owners: torch.Tensor | None = None
         self.begun = False
+        self.readers: tuple[str, ...] = ()
         self.states: dict[str, torch.Tensor] = {}
         self._seen = 0
 
@@ -61,6 +63,21 @@ class TokenHistory:
         self.ids = self._room(self.ids, block, past, BLOCKED)
         self.ids.index_copy_(1, _places(past, 0, block.shape[1], block.device), block)
 
+    def read_by(self, readers: tuple[str, ...], past: "int | torch.Tensor") -> None:
+        """Note which readers a call has; the first tokens of a cache may have any.
+
+        Raises:
+            TinyEngramError: what the cache holds was computed with others, so that no pass over the whole text gives what would come now.
+        """
+        if isinstance(past, int) and past == 0:
+            self.readers = readers
+        elif self.readers != readers:
+            before = "without Engram layers that read now" if set(readers) - set(self.readers) else "with Engram layers that do not now"
+            raise TinyEngramError(
+                f"the tokens in the cache were computed {before} (`enabled` was switched, or layers attached or detached): expected the "
+                "same ones for a whole text; begin with an empty cache, or switch back"
+            )
+
     def before(self, past: "int | torch.Tensor", size: int) -> torch.Tensor:
         """The last `size` ids in front of place `past`, oldest first: int64 ``[B, size]``, `BLOCKED` where there is none."""
         assert self.ids is not None
@@ -76,12 +93,6 @@ class TokenHistory:
         before = _in_front(held, past, size, 0)
         held.index_copy_(1, _places(past, 0, block.shape[1], block.device), block.detach())
         return before
-
-    def skip_states(self, past: "int | torch.Tensor", size: int) -> None:
-        """States of `size` places behind the first `past` ones are zeros, for every reader that does not note its own."""
-        for key, held in self.states.items():
-            held = self.states[key] = self._room(held, held[:, :1].expand(-1, size, *held.shape[2:]), past, 0)
-            held.index_fill_(1, _places(past, 0, size, held.device), 0)
 
     def reset(self) -> None:
         """Nothing came before. The memory of a static cache stays."""

@@ -71,7 +71,10 @@ class Call:
 
 
 class Reader(Protocol):
-    """What is attached to a decoder: it changes hidden states in front of layers, from the ids of a call."""
+    """What is attached to a decoder: it changes hidden states in front of layers, from the ids of a call.
+
+    One that changes all tokens has a `cache_key` too, a string of its own: a cache that began with it is read with it, and no other is.
+    """
 
     layers: tuple[int, ...]
     blocked_ids: tuple[int, ...]  # tokens that it may not read
@@ -111,7 +114,7 @@ class DecoderHost:
 
     def __init__(self, decoder: Decoder) -> None:
         """Use `of`."""
-        self._module = weakref.ref(decoder.module)
+        self._model, self._module = weakref.ref(decoder.model), weakref.ref(decoder.module)
         self._layers = [weakref.ref(layer) for layer in decoder.layers]
         self._cache_argument = decoder.cache_argument
         self._names = tuple(inspect.signature(decoder.module.forward).parameters)
@@ -126,6 +129,11 @@ class DecoderHost:
         if host is None:
             host = cls._hosts[decoder.module] = cls(decoder)
         return host
+
+    @classmethod
+    def model_of(cls, reader: Reader) -> nn.Module | None:
+        """The causal LM that a reader is attached to."""
+        return next((host._model() for host in list(cls._hosts.values()) if any(each is reader for each in host.readers)), None)
 
     @classmethod
     def release(cls, reader: Reader) -> None:
@@ -171,6 +179,7 @@ class DecoderHost:
         copied = memo[id(module)]  # the decoder, whose hooks are being copied
         host = memo[id(self)] = object.__new__(type(self))
         host._module = weakref.ref(copied)
+        host._model = weakref.ref(memo.get(id(self._model()), copied))  # the decoder alone may be copied
         host._cache_argument, host._names = self._cache_argument, self._names
         host._layers = [weakref.ref(copy.deepcopy(layer(), memo)) for layer in self._layers]
         host.readers = copy.deepcopy(self.readers, memo)
@@ -220,11 +229,11 @@ class DecoderHost:
         if history is None:
             before = ids.new_full((ids.shape[0], reach), BLOCKED)
         else:
+            reading = tuple(key for reader in self.readers if reader.enabled and (key := getattr(reader, "cache_key", None)))
+            history.read_by(reading, past if begun else 0)
             history.owners, history.begun = owners, True  # pyright: ignore[reportAttributeAccessIssue]
             history.extend(torch.where(padded, BLOCKED, ids), past)
             before = history.before(past, reach)
-            if not all(reader.enabled for reader in self.readers):
-                history.skip_states(past, ids.shape[1])
         packed = None
         if mask is None and cache is None and positions is not None:
             packed = packed_texts(positions, ids)  # pyright: ignore[reportCallIssue]
@@ -289,8 +298,8 @@ def _ids_of(kwargs: dict[str, Any]) -> torch.Tensor:
         shape = list(kwargs["inputs_embeds"].shape[:2])
         if told is None:
             raise TinyEngramError(
-                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them, and "
-                "let generate go on in the cache of that call"
+                "the model was called with inputs_embeds alone: n-grams need token ids; pass engram_ids=, int64 [B, T], beside them. "
+                "generate takes none: call the model so with all but the last token and a cache=, then generate(ids, cache=) with it"
             )
         if told.ndim != 2 or told.shape[0] != shape[0] or told.shape[1] < shape[1]:
             raise TinyEngramError(f"engram_ids are {list(told.shape)}, inputs_embeds of {shape} tokens: expected as many")

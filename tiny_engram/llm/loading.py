@@ -17,17 +17,20 @@ def load_causal_lm(name: str | Path, *, dtype: str = "float32", device: Any = "c
         dtype: of the weights: float32, float16 or bfloat16.
 
     Raises:
-        TinyEngramError: nothing of that name, a model that transformers cannot read, or the package gguf is not installed.
+        TinyEngramError: nothing of that name, a model that transformers cannot read, no such device, or the package gguf is not installed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _check_device(device)
     path = Path(name)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(name)}
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise TinyEngramError(f"{path}: no such file; expected a causal LM's GGUF file")
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif not path.is_dir() and (path.is_absolute() or str(name)[0] in "~." or len(path.parts) > 2):
+        raise TinyEngramError(f"{name}: no such folder; expected a transformers causal LM's, a .gguf file or a hub id (owner/name)")
     elif path.is_dir() and not (path / "config.json").is_file():
         raise TinyEngramError(f"{path}: no config.json in it; expected the folder of a transformers causal LM, or a .gguf file")
     try:
@@ -41,3 +44,14 @@ def load_causal_lm(name: str | Path, *, dtype: str = "float32", device: Any = "c
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise TinyEngramError(f"{name}: cannot be loaded ({reason}); expected a causal LM's folder, .gguf file or hub id") from error
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _check_device(device: Any) -> None:
+    """Before anything is loaded: a model may take a minute."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise TinyEngramError(f"device {str(device)!r} cannot be used ({reason}); expected cpu, or cuda where there is a GPU") from error

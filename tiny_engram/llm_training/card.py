@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import LMTrainConfig
+from .texts import counted
 from .validation import Measured
 
 __all__ = ["model_card"]
@@ -20,22 +21,22 @@ def model_card(
     """Markdown with the front matter that model hubs read.
 
     Args:
-        base: name or folder of the base model; a hub's id is named in the front matter too.
+        base: name or folder of the base model; a hub's id is named in the front matter too, of a folder its own name alone.
         tokens: of the text that was taught.
         sizes: "rows" and "bytes" of all tables, "dense" parameters beside them.
     """
     hub = base if base and not Path(base).exists() else None
     head = ["---", "library_name: tiny-engram", "pipeline_tag: text-generation", "tags: [engram, adapter]"]
     head += [f"base_model: {json.dumps(hub)}", "base_model_relation: adapter"] if hub else []
-    name = hub or (Path(base).name if base else "the base model")
+    name = hub or (Path(base).name if base else "BASE_MODEL")
     first, last = (measured[0], measured[-1]) if measured else (None, None)
-    lines = [*head, "---", "", f"# Engram layers for {name}", ""]
+    lines = [*head, "---", "", f"# Engram layers for {name if base else 'a base model without a name'}", ""]
     lines += [
         f"Tables read by n-grams of up to {config.max_ngram} tokens in front of layers {', '.join(map(str, config.layers))}"
         f" (Engram, arXiv 2601.07372, form {config.form}): {sizes['rows']:,} rows of {config.head_dim} values, {sizes['bytes']:,} bytes"
         f" in FP8, and {sizes['dense']:,} parameters beside them. The base model is not changed.",
         "",
-        f"Taught for {steps} steps from a text of {tokens:,} tokens"
+        f"Taught for {counted(steps, 'step')} from a text of {counted(tokens, 'token')}"
         f" ({', '.join(Path(path).name for path in config.train_file)}), in windows of {config.block_size}.",
     ]
     if first and last:
@@ -48,7 +49,7 @@ def model_card(
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "from tiny_engram.llm import EngramLayers",
         "",
-        f"base = {json.dumps(hub or 'BASE_MODEL')}",
+        f"base = {json.dumps(name)}" + ("" if hub else "  # a folder on the machine where it was taught: write where yours is"),
         "model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)",
         'EngramLayers.from_pretrained(model, "THIS_FOLDER", tokenizer)',
         "```",

