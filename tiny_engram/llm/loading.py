@@ -1,11 +1,34 @@
-"""A causal LM and its tokenizer by a name: a folder, a GGUF file or a hub's id. Imports tiny_engram.errors, and transformers where used."""
+"""A causal LM and its tokenizer by a name: a folder, a GGUF file or a hub's id; and the device that they go to.
+
+Imports tiny_engram.errors, and torch and transformers where used.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["load_causal_lm"]
+__all__ = ["check_device", "load_causal_lm"]
+
+
+def check_device(name: Any) -> Any:
+    """The torch.device of a name, once a tensor can be made there.
+
+    Raises:
+        TinyEngramError: no such device, or none that this build of torch can use.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        usable = "cpu, or cuda" if torch.cuda.is_available() else "cpu: torch finds no CUDA device here"
+        raise TinyEngramError(f"device {str(name)!r} cannot be used ({reason}); expected {usable}") from error
+    return device
 
 
 def load_causal_lm(name: str | Path, *, dtype: str = "float32", device: Any = "cpu") -> tuple[Any, Any]:
@@ -17,17 +40,20 @@ def load_causal_lm(name: str | Path, *, dtype: str = "float32", device: Any = "c
         dtype: of the weights: float32, float16 or bfloat16.
 
     Raises:
-        TinyEngramError: nothing of that name, a model that transformers cannot read, or the package gguf is not installed.
+        TinyEngramError: nothing of that name, a model that transformers cannot read, no such device, or the package gguf is not installed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = check_device(device)
     path = Path(name)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(name)}
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise TinyEngramError(f"{path}: no such file; expected a causal LM's GGUF file")
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(name).startswith(".")):
+        raise TinyEngramError(f"{path}: no such folder; expected a causal LM's folder, .gguf file or hub id")
     elif path.is_dir() and not (path / "config.json").is_file():
         raise TinyEngramError(f"{path}: no config.json in it; expected the folder of a transformers causal LM, or a .gguf file")
     try:

@@ -84,8 +84,12 @@ def test_spellings_that_cannot_be(facts, how):
 def test_unknown_names_are_told_with_the_known_ones(facts):
     with pytest.raises(TinyEngramError, match="no fact has the trigger 'Melk'; known: 'the capital of Zorbia', 'the colour of Frumm'"):
         facts.remove("Melk")
-    with pytest.raises(TinyEngramError, match="no fact of 'ann' has the trigger 'the capital of Zorbia'; known: 'the dog of Tolland'"):
+    with pytest.raises(TinyEngramError, match="no fact of 'ann' has the trigger 'Melk'; known: 'the dog of Tolland'$"):
+        facts.remove("Melk", owner="ann")
+    with pytest.raises(TinyEngramError, match="no fact of 'ann' has .* 'the capital of Zorbia', but there is everybody's; leave owner out"):
         facts.remove("the capital of Zorbia", owner="ann")
+    with pytest.raises(TinyEngramError, match="'the dog of Tolland', but there is that of 'ann', that of 'bob'; give owner='ann'"):
+        facts.edit("The dog of Tolland", answer="Rex")
     with pytest.raises(TinyEngramError, match="owners is the text 'ann'"):
         facts.reading_as("ann")
     with pytest.raises(TinyEngramError, match="expected answer, prompt, aliases or trigger"):
