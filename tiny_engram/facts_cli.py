@@ -187,6 +187,9 @@ def _add(args: argparse.Namespace) -> int:
         raise
     except KeyboardInterrupt as stop:
         progress.close()
+        # Of what the file says: the signal may have come right behind a save.
+        kept = read_facts(args.file)[1] if args.file.exists() else []
+        learned = len(wanted) - len(new_facts(wanted, [each.fact for each, _, _ in kept])[0])
         done = f"{learned:,} of {counted(len(wanted), 'fact')} learned" + (f" and kept in {args.file}" if learned else "")
         print(f"tiny-engram: stopped; {done}. The same command again goes on with the rest", file=sys.stderr)
         return 143 if isinstance(stop, _Terminated) else 130

@@ -19,14 +19,15 @@ def check_device(name: Any) -> Any:
     """
     import torch
 
+    usable = "cpu, or cuda" if torch.cuda.is_available() else "cpu: torch finds no CUDA device here"
     try:
         device = torch.device(name)
-        if device.type == "meta":
-            raise RuntimeError("it holds no values")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, TypeError) as error:
+        raise TinyEngramError(f"device {str(name)!r} is none that torch knows; expected {usable}") from error
+    try:
+        torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        usable = "cpu, or cuda" if torch.cuda.is_available() else "cpu: torch finds no CUDA device here"
         raise TinyEngramError(f"device {str(name)!r} cannot be used ({reason}); expected {usable}") from error
     return device
 

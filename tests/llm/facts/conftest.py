@@ -96,7 +96,7 @@ def facts(model, tokenizer, taught_file):
 
 @pytest.fixture(scope="session")
 def smollm(tmp_path_factory):
-    """SmolLM2-135M and its tokenizer, converted anew: half a minute."""
+    """SmolLM2-135M and its tokenizer, converted anew as below a user's cache folder: half a minute."""
     from tiny_engram.llm.smollm import load_smollm
 
-    return load_smollm(cache=tmp_path_factory.mktemp("cache"))
+    return load_smollm(cache=tmp_path_factory.mktemp("cache") / "tiny-engram")
