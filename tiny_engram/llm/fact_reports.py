@@ -46,7 +46,7 @@ class FiredFact:
         return f"FiredFact({_of(self.fact)}, token {self.place}, {said})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class FactReport:
     """What adding did.
 
@@ -77,6 +77,9 @@ class FactReport:
             nbytes=sum(part.nbytes for part in parts),
             seconds=sum(part.seconds for part in parts),
         )
+
+    def __repr__(self) -> str:
+        return f"FactReport({str(self).partition(chr(10))[0]})"
 
     def __str__(self) -> str:
         total = len(self.added) + len(self.unlearned)

@@ -241,6 +241,7 @@ def test_added_in_parts(model, tokenizer, zorbia, frumm, how, make_llama):
     counts = [each for each in seen if not isinstance(each[0], Fact)]
     assert counts == sorted(counts) and counts[-1] == (3, 3)
     assert report.added == (zorbia, frumm, quill) and report.nbytes == facts.nbytes
+    assert repr(report).startswith("FactReport(3 of 3 facts learned in ") and repr(report).endswith(f" {facts.nbytes} bytes)")
     single = attach(make_llama(), FactsConfig(layers=(1, 3), rho=4.0), tokenizer)
     for fact in (zorbia, frumm, quill):
         single.add(fact, how=how)
