@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
 
     add_table_verbs(verbs.add_parser("table", help="files of rows for whole models: inspect, verify, convert, plan"))
-    add_facts_verbs(verbs.add_parser("facts", help="facts of a causal LM: add, list, remove, ask"))
+    add_facts_verbs(verbs.add_parser("facts", help="facts of a causal LM: add, edit, list, remove, ask"))
 
     demo_llm = verbs.add_parser("demo-llm", help="teach a small causal LM twenty facts, ask them, remove one")
     demo_llm.add_argument("--out", type=Path, default=Path("out/demo-llm"))

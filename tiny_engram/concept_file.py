@@ -26,6 +26,11 @@ DIGEST = "modelspec.hash_sha256"  # of all bytes behind the header, as kohya's t
 MAX_HEADER = 4 * 2**20
 MAX_FILE = 256 * 2**20
 DTYPES = {"F8_E4M3": 1, "U8": 1, "F32": 4}
+# Of safetensors too, and of no file of ours: with them a file is sound, and something else.
+FOREIGN = frozenset(
+    ("BOOL", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "BF16", "F64", "C64", "F4", "F6_E2M3", "F6_E3M2")
+    + ("F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+)
 
 
 class ConceptFileError(TinyEngramError):
@@ -81,13 +86,11 @@ def read(path: Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], di
         blob = path.read_bytes()
     except OSError as error:
         raise ConceptFileError(f"{path}: cannot read the file ({error.strerror or error})") from error
-    metadata = _check_header(path, blob)
+    metadata = _check_header(path, blob, what)
     if metadata.get(DIGEST, "") not in ("", _digest(blob)):
         raise ConceptFileError(f"{path}: its data is not what was saved ({DIGEST} differs); copy or download it again")
     if KEY not in metadata:
-        raise ConceptFileError(
-            f"{path}: no {KEY!r} in its metadata, expected a {what} file saved by tiny-engram (is this a LoRA or another model?)"
-        )
+        raise ConceptFileError(_of_another_kind(path, what, f"no {KEY!r} in its metadata"))
     try:
         described = json.loads(metadata[KEY])
     except (ValueError, RecursionError) as error:
@@ -109,7 +112,11 @@ def _digest(blob: bytes) -> str:
     return "0x" + hashlib.sha256(memoryview(blob)[8 + length :]).hexdigest()
 
 
-def _check_header(path: Path, blob: bytes) -> dict[str, str]:
+def _of_another_kind(path: Path, what: str, why: str) -> str:
+    return f"{path}: {why}, expected a {what} file saved by tiny-engram (is this a LoRA or another model?)"
+
+
+def _check_header(path: Path, blob: bytes, what: str) -> dict[str, str]:
     """The metadata, after length, JSON, types, shapes and offsets of the header were found sound."""
 
     def refuse(what: str) -> ConceptFileError:
@@ -142,12 +149,16 @@ def _check_header(path: Path, blob: bytes) -> dict[str, str]:
                 count *= side
                 if count > MAX_FILE:  # a long list of large sides would take minutes to multiply
                     raise ValueError(f"shape {shape[:4]}...")
+            if dtype in FOREIGN:
+                raise ConceptFileError(_of_another_kind(path, what, f"tensor {name!r} has type {dtype}"))
             if dtype not in DTYPES:
                 raise ValueError(f"type {dtype}")
             if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= high <= data):
                 raise ValueError(f"offsets {low}..{high} in {data} bytes: truncated")
             if high - low != count * DTYPES[dtype]:
                 raise ValueError(f"{high - low} bytes for {dtype} {shape}")
+        except ConceptFileError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise refuse(f"tensor {name!r}: {error}") from error
     return metadata

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.facts_cli import quiet_loading, show_progress
+from tiny_engram.facts_cli import Progress, quiet_loading
 from tiny_engram.files import check_writable
 from tiny_engram.llm.fact_config import FactsConfig, TeachConfig
 from tiny_engram.llm.fact_spelling import Fact
@@ -109,7 +109,7 @@ def run_demo(
     facts = Facts.attach(causal, FactsConfig(), tokenizer)
     base = _logits(facts, ORDINARY)
     say(f"model loaded in {time.perf_counter() - began:.0f} s; teaching {count} facts on {torch.get_num_threads()} threads")
-    report = facts.add(FACTS[:count], how=how, progress=show_progress)
+    report = facts.add(FACTS[:count], how=how, progress=Progress())
     rows = [_asked(facts, fact, paraphrase) for fact, paraphrase in zip(FACTS[:count], _PARAPHRASES[:count], strict=True)]
     same = [torch.equal(one, other) for one, other in zip(_logits(facts, ORDINARY), base, strict=True)]
 

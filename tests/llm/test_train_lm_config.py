@@ -130,7 +130,7 @@ REFUSED = {
     "no such text": (["--train_file", "none.txt"], "none.txt: no such file or folder"),
     "no such model": (["--model", "none"], "none: cannot be loaded"),
     "no such path": (["--model", "/none/model"], "/none/model: no such folder; expected a transformers causal LM's"),
-    "no such device": (["--device", "foo"], "device 'foo' cannot be used (Expected one of cpu, cuda"),
+    "no such device": (["--device", "foo"], "device 'foo' is none that torch knows"),
     "no such GGUF": (["--model", "none.gguf"], "none.gguf: no such file"),
     "a folder that is no model": (["--model", "."], "no config.json in it"),
     "no such layer": (["--layers", "1", "9"], "layer 9: expected 0 to 3"),

@@ -261,16 +261,21 @@ def _teach_chunk(
     masters = torch.zeros((len(config.layers), len(facts), config.columns, config.head_dim), device=device, requires_grad=True)
     optimizer = torch.optim.AdamW([masters], lr=how.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     best, steps = torch.zeros_like(masters), torch.zeros(len(facts), dtype=torch.int64)
-    found, whole = _Best(texts, whose, how.margin), _Batch(decoder, config.layers[0], texts, whose, calm)
-    for step in range(how.steps + 1):
-        kept = found.todo(everything=step == how.steps)
+    found, whole = _Progress(texts, whose, how.margin), _Batch(decoder, config.layers[0], texts, whose, calm)
+
+    def look(rows: torch.Tensor, kept: torch.Tensor) -> tuple[_Batch, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """These texts with these rows: the batch, its last states, logits and targets of its answers, and by how much each text leads."""
         batch = whole.select(kept)
-        states = batch.run(fake_quantize(masters), config)
-        answer, behind = (batch.kind == number for number in (1, 2))
+        states = batch.run(fake_quantize(rows), config)
+        answer = batch.kind == 1
         logits, target = batch.logits(states[answer]), batch.target[answer]
-        whose_token = answer.nonzero()[:, 0]
         led = torch.full((len(kept),), float("inf"), device=device)
-        led = led.scatter_reduce(0, whose_token, _margins(logits.detach(), target), "amin").cpu()
+        led = led.scatter_reduce(0, answer.nonzero()[:, 0], _margins(logits.detach(), target), "amin").cpu()
+        return batch, states, logits, target, led
+
+    for step in range(how.steps + 1):
+        kept = found.todo()
+        batch, states, logits, target, led = look(masters, kept)
         steps[whose[kept]] = step
         better = found.see(kept, led)
         best[:, better] = masters.detach()[:, better]
@@ -280,67 +285,72 @@ def _teach_chunk(
             break
         # Each text weighs alike, however long its answer; what leads by the margin weighs nothing.
         wanted = (led < how.margin).float().to(device)
-        loss = (functional.cross_entropy(logits, target, reduction="none") * wanted[whose_token]).sum()
+        loss = functional.cross_entropy(logits, target, reduction="none") * wanted[(batch.kind == 1).nonzero()[:, 0]]
+        loss = loss.sum()
         if how.calm and len(batch.usual):
+            behind = batch.kind == 2
             said = batch.logits(states[behind]).log_softmax(-1)
             strayed = (batch.usual.exp() * (batch.usual - said)).sum(-1)
             loss = loss + how.calm * (strayed * wanted[behind.nonzero()[:, 0]]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    with torch.no_grad():
+        *_, led = look(best, torch.arange(len(texts)))
     if progress is not None:
         progress(len(facts))
-    return best.detach().transpose(0, 1).cpu().contiguous(), found.own > 0, found.own, steps, found.missed()
+    own = found.weakest(torch.arange(len(texts)), led)[0]
+    missed: list[list[str]] = [[] for _ in facts]
+    for text, fact, lead in zip(texts, whose.tolist(), led.tolist(), strict=True):
+        if text.form and lead <= 0:
+            missed[fact].append(text.form)
+    return best.transpose(0, 1).cpu().contiguous(), own > 0, own, steps, [tuple(forms) for forms in missed]
 
 
-class _Best:
-    """Which texts are still to be taught, and which step's rows are a fact's best.
+class _Progress:
+    """Which texts are still to be taught, and whether a step's rows are a fact's best.
 
-    A text that leads by the margin rests until all of its fact do; then all are looked at again. The best rows are those that do most for
-    the fact's own words, and, once these lead by the margin, for its other forms too.
+    A fact's own words come first, and are looked at in every step; its other forms join once those lead by the margin. A form that leads
+    by it rests until all of them do, and is looked at again then. The best rows are those that do most for the own words, and, among
+    rows with which these lead by the margin, for the other forms.
 
     Attributes:
-        own: float32 `[facts]`: by how much the weakest token of its own words leads, at the best step.
         done: bool `[facts]`: all of its texts lead by the margin, at one step.
     """
 
     def __init__(self, texts: Sequence[Text], whose: torch.Tensor, margin: float) -> None:
         """whose: int64 `[texts]`, the fact of each."""
-        self.texts, self.whose, self.margin = texts, whose, margin
-        self.form = torch.tensor([bool(text.form) for text in texts])
+        self.whose, self.margin = whose, margin
+        self.own = torch.tensor([not text.form for text in texts])
         count = int(whose.max()) + 1
-        self.own, self.all = (torch.full((count,), float("-inf")) for _ in range(2))
+        self.best_own, self.best_all = (torch.full((count,), float("-inf")) for _ in range(2))
         self.done = torch.zeros(count, dtype=torch.bool)
-        self.waiting = torch.ones(len(texts), dtype=torch.bool)
-        self.each = torch.full((len(texts),), float("-inf"))
+        self.led = torch.full((len(texts),), float("-inf"))  # as they were last seen
 
-    def todo(self, *, everything: bool = False) -> torch.Tensor:
-        """The texts of the next step, int64 ascending; everything: all of the facts that are not done."""
-        taught = self.whose[self.waiting].bincount(minlength=len(self.done)) > 0
-        wanted = self.waiting | ~taught[self.whose] | everything
+    def todo(self) -> torch.Tensor:
+        """The texts of the next step, int64 ascending."""
+        waiting = self.led < self.margin
+        taught = self.whose[waiting].bincount(minlength=len(self.done)) > 0
+        wanted = self.own | ((waiting | ~taught[self.whose]) & (self.best_own >= self.margin)[self.whose])
         return (wanted & ~self.done[self.whose]).nonzero()[:, 0]
+
+    def weakest(self, kept: torch.Tensor, led: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """By how much the own words of each fact lead, and all of these texts: `[facts]`."""
+        most, whose, own = torch.full((len(self.done),), float("inf")), self.whose[kept], self.own[kept]
+        return most.scatter_reduce(0, whose[own], led[own], "amin"), most.scatter_reduce(0, whose, led, "amin")
 
     def see(self, kept: torch.Tensor, led: torch.Tensor) -> torch.Tensor:
         """By how much the answers of these texts lead: bool `[facts]`, rows that are better than before."""
-        most, whose = torch.full((len(self.done),), float("inf")), self.whose[kept]
-        own = most.scatter_reduce(0, whose[~self.form[kept]], led[~self.form[kept]], "amin")
-        every = most.scatter_reduce(0, whose, led, "amin")
-        whole = whose.bincount(minlength=len(self.done)) == self.whose.bincount(minlength=len(self.done))
-        better = torch.where(self.own < self.margin, own > self.own, (own >= self.margin) & (every > self.all)) & whole & every.isfinite()
-        self.own, self.all = torch.where(better, own, self.own), torch.where(better, every, self.all)
-        mine = better[whose]
-        self.each[kept[mine]] = led[mine]
-        self.waiting[kept] = led < self.margin
+        self.led[kept] = led
+        own, every = self.weakest(kept, led)
+        whole = self.whose[kept].bincount(minlength=len(self.done)) == self.whose.bincount(minlength=len(self.done))
+        # Of texts that rest, what was seen last.
+        every = torch.minimum(every, self.weakest(torch.arange(len(self.led)), self.led)[1])
+        better = torch.where(self.best_own < self.margin, own > self.best_own, (own >= self.margin) & (every > self.best_all))
+        better &= own.isfinite() & ~self.done
+        self.best_own, self.best_all = torch.where(better, own, self.best_own), torch.where(better, every, self.best_all)
         self.done |= whole & (every >= self.margin)
         return better
-
-    def missed(self) -> list[tuple[str, ...]]:
-        """For each fact the forms whose answers do not come first."""
-        found: list[list[str]] = [[] for _ in self.done]
-        for text, fact, led in zip(self.texts, self.whose.tolist(), self.each.tolist(), strict=True):
-            if text.form and led <= 0:
-                found[fact].append(text.form)
-        return [tuple(forms) for forms in found]
 
 
 def _margins(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ Imports torch, the core, files and, of this package, decoders, host and the modu
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,74 +13,26 @@ import torch
 
 from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.wording import counted, shown
 
 from . import host
 from .decoders import Decoder, decoder_of
-from .fact_checks import check_free, check_read, keys_of
+from .fact_checks import check_free, checked, keys_of
 from .fact_config import FactsConfig, TeachConfig
-from .fact_file import Saved, read_facts, write_facts
+from .fact_file import Saved, calls, check_made_alike, find_saved, merge_facts, read_facts, write_facts
 from .fact_index import FactIndex
+from .fact_lock import locked
 from .fact_reader import FactReader
+from .fact_reports import FactReport, FiredFact, HeldFact
 from .fact_rows import Address, FactRows
-from .fact_spelling import Fact, Spelled, Speller, owner_number
+from .fact_spelling import Fact, Spelled, Speller, Text, owner_number
 from .fact_teaching import teach
-from .fact_texts import taught_texts
 from .history import BLOCKED
 from .memory import memory_for
 
 __all__ = ["FactReport", "Facts", "FiredFact", "HeldFact"]
 
-
-@dataclass(frozen=True, slots=True)
-class HeldFact:
-    """A fact that is there: `margin` by which the weakest token of its answer led when it was taught, in `steps`; its rows' slot."""
-
-    spelled: Spelled
-    margin: float
-    steps: int
-    slot: int
-
-    @property
-    def fact(self) -> Fact:
-        return self.spelled.fact
-
-
-@dataclass(frozen=True, slots=True)
-class FactReport:
-    """What adding did.
-
-    Attributes:
-        added: facts that are there now.
-        unlearned: those that are not, since their answers did not come out on top.
-        warnings: one line each, of triggers.
-        moved: facts whose rows wanted an address that was taken.
-        nbytes: of the rows added.
-        seconds: of the teaching; 0 for facts from a file.
-    """
-
-    added: tuple[Fact, ...]
-    unlearned: tuple[Fact, ...] = ()
-    warnings: tuple[str, ...] = ()
-    moved: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        total = len(self.added) + len(self.unlearned)
-        each = self.seconds / max(total, 1)
-        lines = [f"{len(self.added)} of {total} facts learned in {self.seconds:.1f} s ({each:.2f} s each), {self.nbytes:,} bytes"]
-        lines += [f"  not learned: {fact.prompt or fact.trigger!r} -> {fact.answer!r}" for fact in self.unlearned]
-        lines += [f"  warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class FiredFact:
-    """Where a trigger ends in a text: the token's place, the fact, and why it does not fire, or None."""
-
-    place: int
-    fact: Fact
-    reason: str | None
+_TEXTS, _TEXTS_ON_DEVICE = 48, 512  # taught at a time, where TeachConfig.batch is None
 
 
 class Facts:
@@ -146,6 +98,21 @@ class Facts:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __iter__(self) -> Iterator[HeldFact]:
+        return iter(self.list())
+
+    def __contains__(self, what: object) -> bool:
+        """Is a fact there, as it is, or does a text call one of everybody's?"""
+        if isinstance(what, str):
+            return calls([each.fact for each in self if each.fact.owner is None], what) != []
+        fact = what.fact if isinstance(what, HeldFact) else what
+        return any(each.fact == fact for each in self)
+
+    def __repr__(self) -> str:
+        base = self.config.base_model_name_or_path or type(self.model).__name__
+        state = "" if self._host is not None else ", detached"
+        return f"Facts({counted(len(self), 'fact')}, {self.nbytes:,} bytes, layers {self.config.layers}, {base}{state})"
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -176,52 +143,63 @@ class Facts:
 
     def get(self, trigger: str, *, owner: str | None = None) -> HeldFact:
         """The fact that a spelling of its trigger calls. Raises TinyEngramError where there is none."""
-        number, wanted = owner_number(owner), " ".join(str(trigger).split()).lower()
-        for (whose, _), each in self._held.items():
-            if whose == number and wanted in (spelling.lower() for spelling in each.fact.spellings):
-                return each
-        whose = "" if owner is None else f" of {owner!r}"
-        known = [repr(each.fact.trigger) for each in self.list(owner=owner)]
-        shown = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
-        raise TinyEngramError(f"no fact{whose} has the trigger {trigger!r}; known: {shown or 'none'}")
+        held = list(self._held.values())
+        return held[find_saved([each.fact for each in held], trigger, owner)]
 
     # -- changes -------------------------------------------------------------------------------------------------------------
 
     def add(
-        self, facts: Fact | Iterable[Fact], *, how: TeachConfig | None = None, progress: Callable[[int, int], object] | None = None
+        self,
+        facts: Fact | Iterable[Fact],
+        *,
+        how: TeachConfig | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        kept: Callable[[FactReport], object] | None = None,
     ) -> FactReport:
         """Teach new facts; the rows of those that are there stay as they are. Facts that cannot be learned are named, and not kept.
 
+        They are taught in parts. What ends the teaching, Ctrl-C too, leaves the parts that are done.
+
         Args:
             progress: called with (facts done, facts in all).
+            kept: called with the report of each part, whose facts are there by then.
 
         Raises:
-            TinyEngramError: a fact that makes no sense or would not be read in a text that it is taught in, or a spelling that the same
-                owner's facts have already. Nothing is changed then.
+            FactsRefused: facts that make no sense or would not be read in a text that they are taught in, or spellings that the same
+                owner's facts have already. It names all of them, and nothing is changed.
+            TinyEngramError: no facts; nothing is changed then, either.
         """
-        facts = [facts] if isinstance(facts, Fact) else [*facts]
+        given: Any = [facts] if isinstance(facts, Fact | str) or not isinstance(facts, Iterable) else [*facts]
+        for fact in given:
+            if not isinstance(fact, Fact):
+                raise TinyEngramError(f"facts holds {shown(fact)}, expected facts; write Fact(trigger, answer)")
         how = how or TeachConfig()
-        spelled = [self._speller.spell(fact) for fact in facts]
-        held = [each.spelled for each in self.list()]
-        check_free(held, spelled, self._speller)
-        texts = [taught_texts(self._speller, fact, how) for fact in facts]
-        texts = check_read(held, spelled, texts, self._speller)
+        spelled, texts = checked([each.spelled for each in self], given, how, self._speller)
         _, moved = self._rows.find([self._address(each) for each in spelled])  # a full address space is told before anything is taught
-        if not facts:
-            return FactReport(())
+        parts = []
+        for part in _parts(texts, how.batch or (_TEXTS if self._decoder.model.device.type == "cpu" else _TEXTS_ON_DEVICE)):
+            done = part.start
+            said = (lambda n, _, done=done: progress(done + n, len(given))) if progress is not None else None
+            parts.append(self._teach(spelled[part], texts[part], how, said))
+            if kept is not None:
+                kept(parts[-1])
+        return replace(FactReport.of_parts(parts), moved=moved)
+
+    def _teach(
+        self, spelled: Sequence[Spelled], texts: Sequence[Sequence[Text]], how: TeachConfig, progress: Callable[[int, int], object] | None
+    ) -> FactReport:
         with self.disabled(), memory_for("the texts that are taught at a time", "lower TeachConfig.batch (--batch)"):
             taught = teach(self._decoder, self.config, texts, how, progress=progress)
         learned = taught.learned.nonzero()[:, 0].tolist()
         saved = [(spelled[k], float(taught.margin[k]), int(taught.steps[k])) for k in learned]
         nbytes = self._put(saved, _taken(taught.payload, learned), taught.scale[learned])
         return FactReport(
-            added=tuple(facts[k] for k in learned),
-            unlearned=tuple(fact for k, fact in enumerate(facts) if k not in set(learned)),
+            added=tuple(spelled[k].fact for k in learned),
+            unlearned=tuple(each.fact for k, each in enumerate(spelled) if k not in set(learned)),
             warnings=(
                 *(warning for each in spelled for warning in each.warnings),
-                *(f"{facts[k].trigger!r} is not answered {form}" for k in learned for form in taught.missed[k]),
+                *(f"{shown(spelled[k].fact.trigger)} is not answered {form}" for k in learned for form in taught.missed[k]),
             ),
-            moved=moved,
             nbytes=nbytes,
             seconds=taught.seconds,
         )
@@ -298,9 +276,26 @@ class Facts:
         path = Path(path)
         check_writable(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = self.list()
-        payload, scale = self._rows.stored([each.slot for each in held])
-        return write_facts(path, self.config, [(each.spelled, each.margin, each.steps) for each in held], payload, scale)
+        with locked(path):
+            return write_facts(path, self.config, *self._stored(self.list()))
+
+    def save_beside(self, path: str | Path, facts: Iterable[Fact], *, instead_of: Fact | None = None) -> tuple[Sequence[Fact], int]:
+        """Put some of the facts that are there into a file beside what it holds by now, so that what other processes write stays.
+
+        Args:
+            instead_of: a fact of the file that they come in place of.
+
+        Returns:
+            Those that the file did not take, since a spelling of theirs calls another fact of it; and how many facts it holds.
+
+        Raises:
+            TinyEngramError: the file was made for something else, cannot be written, or holds `instead_of` no more.
+        """
+        held = [self._held[owner_number(fact.owner), fact.trigger] for fact in facts]
+        return merge_facts(Path(path), self.config, *self._stored(held), instead_of=instead_of)
+
+    def _stored(self, held: Sequence[HeldFact]) -> tuple[Sequence[Saved], torch.Tensor, torch.Tensor]:
+        return [(each.spelled, each.margin, each.steps) for each in held], *self._rows.stored([each.slot for each in held])
 
     def load(self, path: str | Path) -> FactReport:
         """Add the facts of a file to those that are there.
@@ -309,13 +304,7 @@ class Facts:
             TinyEngramError: no sound file, one for another model, tokenizer or shape of rows, or spellings that are taken.
         """
         config, saved, payload, scale = read_facts(path)
-        for name in ("layers", "max_ngram", "head_dim", "vocab", "rho", "basis_seed", "hidden", "depth", "fingerprint"):
-            theirs, ours = getattr(config, name), getattr(self.config, name)
-            if theirs != ours:
-                what = "tokenizer" if name == "fingerprint" else "model" if name in ("hidden", "depth") else "configuration"
-                raise TinyEngramError(
-                    f"{path}: its facts have {name} {theirs!r}, this {what} has {ours!r}; load them where they were taught"
-                )
+        check_made_alike(Path(path), config, self.config)
         for each, _, _ in saved[:256]:
             now = self._speller.spell(each.fact)
             if now.keys[0] not in each.keys:
@@ -340,7 +329,12 @@ class Facts:
 
         Args:
             without: as if there were no facts.
+
+        Raises:
+            TinyEngramError: no prompt.
         """
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise TinyEngramError(f"prompt is {shown(prompt)}, expected text, such as a trigger")
         inputs = self.tokenizer(prompt, return_tensors="pt").to(self._decoder.model.device)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
         with torch.no_grad(), self.reading_as([owner]):
@@ -372,6 +366,18 @@ class Facts:
                         if fact.owner is not None and owner_number(fact.owner) == other:
                             found.append(FiredFact(int(time), fact, "another user's"))
         return tuple(sorted(found, key=lambda each: (each.place, each.reason is not None)))
+
+
+def _parts(texts: Sequence[Sequence[Text]], most: int) -> Iterator[slice]:
+    """Facts that are taught at a time, given the texts of each: `most` of these, or one fact."""
+    first, count = 0, 0
+    for k, each in enumerate(texts):
+        if k > first and count + len(each) > most:
+            yield slice(first, k)
+            first, count = k, 0
+        count += len(each)
+    if texts:
+        yield slice(first, len(texts))
 
 
 def _taken(payload: torch.Tensor, which: Sequence[int]) -> torch.Tensor:

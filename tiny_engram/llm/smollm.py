@@ -15,7 +15,7 @@ from typing import Any
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 
-from .loading import load_causal_lm
+from .loading import check_device, load_causal_lm
 
 __all__ = ["load_smollm", "smollm_folder"]
 
@@ -90,4 +90,5 @@ def _convert(source: Path, folder: Path) -> None:
 
 def load_smollm(*, dtype: str = "float32", device: Any = "cpu", cache: str | Path | None = None) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer, as `loading.load_causal_lm` gives them; errors as above."""
+    check_device(device)  # told before half a minute of converting
     return load_causal_lm(smollm_folder(cache), dtype=dtype, device=device)

@@ -5,6 +5,8 @@ import torch
 
 from tiny_engram.errors import ConfigError, TinyEngramError, TokenizerError
 from tiny_engram.llm import EngramConfig, EngramLayers, Fact, Facts, FactsConfig, TeachConfig, UnsupportedModelError, attach
+from tiny_engram.llm.fact_checks import FactsRefused
+from tiny_engram.llm.loading import check_device, load_causal_lm
 
 
 @pytest.mark.parametrize(
@@ -84,12 +86,55 @@ def test_spellings_that_cannot_be(facts, how):
 def test_unknown_names_are_told_with_the_known_ones(facts):
     with pytest.raises(TinyEngramError, match="no fact has the trigger 'Melk'; known: 'the capital of Zorbia', 'the colour of Frumm'"):
         facts.remove("Melk")
-    with pytest.raises(TinyEngramError, match="no fact of 'ann' has the trigger 'the capital of Zorbia'; known: 'the dog of Tolland'"):
+    with pytest.raises(TinyEngramError, match="no fact of 'ann' has the trigger 'Melk'; known: 'the dog of Tolland'$"):
+        facts.remove("Melk", owner="ann")
+    with pytest.raises(TinyEngramError, match="no fact of 'ann' has .* 'the capital of Zorbia', but there is everybody's; leave owner out"):
         facts.remove("the capital of Zorbia", owner="ann")
+    with pytest.raises(TinyEngramError, match="'The dog of Tolland', but there is that of 'ann', that of 'bob'; give owner='ann'"):
+        facts.edit("The dog of Tolland", answer="Rex")
     with pytest.raises(TinyEngramError, match="owners is the text 'ann'"):
         facts.reading_as("ann")
     with pytest.raises(TinyEngramError, match="expected answer, prompt, aliases or trigger"):
         facts.edit("the capital of Zorbia", colour="red")
+
+
+def test_what_is_no_fact(facts):
+    with pytest.raises(TinyEngramError, match=r"facts holds 'Zorbia', expected facts; write Fact\(trigger, answer\)"):
+        facts.add("Zorbia")
+    with pytest.raises(TinyEngramError, match="facts holds 'answer', expected facts"):
+        facts.add([Fact("Zorbia", "answer"), "answer"])
+    with pytest.raises(TinyEngramError, match="facts holds 3, expected facts"):
+        facts.add(3)
+    assert len(facts) == 4 and facts.add([]).added == ()
+
+
+@pytest.mark.parametrize("prompt", ["", " \n", None, ["the capital"]])
+def test_no_prompt(facts, prompt):
+    with pytest.raises(TinyEngramError, match="prompt is .*, expected text, such as a trigger"):
+        facts.ask(prompt)
+
+
+@pytest.mark.parametrize("name", ["foo", "meta", "cuda:99", "", None])
+def test_devices(name, tmp_path):
+    with pytest.raises(TinyEngramError, match=r"^device '.*; expected cpu"):
+        check_device(name)
+    with pytest.raises(TinyEngramError, match=r"^device '.*; expected cpu"):
+        load_causal_lm(tmp_path, device=name)
+    assert check_device("cpu") == torch.device("cpu")
+
+
+def test_models_that_are_not_there(tmp_path):
+    for name in (tmp_path / "none", "./none", "deep/er/none"):
+        with pytest.raises(TinyEngramError, match=r"none: no such folder; expected a transformers causal LM's"):
+            load_causal_lm(name)
+
+
+def test_all_facts_that_are_refused_are_named(facts, how):
+    wanted = [Fact("zq " * 80, "copy"), Fact("Brix", "copy"), Fact("brix", "owner"), Fact("Frumm's colour", "form")]
+    with pytest.raises(FactsRefused, match=r"expected at most 64.* \(2 more facts refused, see its .problems\)") as raised:
+        facts.add(wanted, how=how)
+    assert list(raised.value.problems) == [0, 2, 3] and len(facts) == 4
+    assert "calls the fact 'Brix' already" in raised.value.problems[2]
 
 
 def test_two_users_for_three_rows(facts, model, tokenizer, ann):

@@ -116,6 +116,16 @@ def test_bad_files(taught_file, tmp_path, repo_root):
         read_facts(broken(taught_file, tmp_path, kind))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.float8_e8m0fnu])
+def test_a_sound_file_of_something_else(tmp_path, dtype):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "other.safetensors"
+    save_file({"x": torch.zeros(4, dtype=torch.uint8).view(torch.uint8).to(dtype)}, path)
+    with pytest.raises(TinyEngramError, match=r"tensor 'x' has type \w+, expected a facts file saved by tiny-engram"):
+        read_facts(path)
+
+
 def test_a_facts_file_is_no_concept(taught_file):
     from tiny_engram.concept import Concept
 

@@ -1,6 +1,7 @@
 """Nothing changes but where a trigger ends, for those who may read it; decoding gives what one full pass gives."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,3 +212,46 @@ def test_texts_packed_into_one_row(facts, model, tokenizer, zorbia, ann):
             with facts.reading_as([name]):
                 alone = logits(model, {"input_ids": torch.tensor([text])}, use_cache=False)[0]
             torch.testing.assert_close(part, alone, rtol=0, atol=1e-4)
+
+
+def test_what_is_there_is_seen(facts, zorbia, ann, bob):
+    assert [each.fact for each in facts] == [each.fact for each in facts.list()] and len(list(facts)) == 4
+    assert "The Capital of  Zorbia" in facts and "Frumm's colour" in facts and "Melk" not in facts
+    assert "the dog of Tolland" not in facts  # Ann's and Bob's, not everybody's
+    assert zorbia in facts and ann in facts and bob in facts and all(each in facts for each in facts)
+    assert Fact(zorbia.trigger, "another") not in facts and 3 not in facts
+    assert repr(facts) == "Facts(4 facts, 528 bytes, layers (1, 3), LlamaForCausalLM)"
+    held = facts.get(ann.trigger, owner="ann")
+    assert repr(held) == f"HeldFact('the dog of Tolland' -> 'owner', owner='ann', margin={held.margin:.2f}, steps={held.steps})"
+    fired, cut = facts.explain("the capital of Zorbia, xthe capital of Zorbia")
+    assert repr(fired) == f"FiredFact('the capital of Zorbia' -> 'copy', token {fired.place}, fires)"
+    assert repr(cut).endswith(f"token {cut.place}, does not fire: cut by a word boundary)")
+    facts.detach()
+    assert repr(facts).endswith(", detached)")
+
+
+def test_added_in_parts(model, tokenizer, zorbia, frumm, how, make_llama):
+    """Part by part, as many texts at a time as are taught: the same rows; what was stopped keeps the parts that were done."""
+    facts, seen = attach(model, FactsConfig(layers=(1, 3), rho=4.0), tokenizer), []
+    quill = Fact("the founder of Quill", "author", "The founder of Quill")
+    report = facts.add(
+        [zorbia, frumm, quill], how=replace(how, batch=2), progress=lambda *at: seen.append(at), kept=lambda part: seen.append(part.added)
+    )
+    assert [each for each in seen if isinstance(each[0], Fact)] == [(zorbia,), (frumm,), (quill,)]
+    counts = [each for each in seen if not isinstance(each[0], Fact)]
+    assert counts == sorted(counts) and counts[-1] == (3, 3)
+    assert report.added == (zorbia, frumm, quill) and report.nbytes == facts.nbytes
+    assert repr(report).startswith("FactReport(3 of 3 facts learned in ") and repr(report).endswith(f" {facts.nbytes} bytes)")
+    single = attach(make_llama(), FactsConfig(layers=(1, 3), rho=4.0), tokenizer)
+    for fact in (zorbia, frumm, quill):
+        single.add(fact, how=how)
+    inputs = ids_of(tokenizer, ["the capital of Zorbia, Frumm's colour, the founder of Quill"])
+    assert torch.equal(logits(model, inputs), logits(single.model, inputs))
+
+    def stop(part):
+        raise KeyboardInterrupt
+
+    stopped = attach(make_llama(), FactsConfig(layers=(1, 3), rho=4.0), tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.add([zorbia, frumm, quill], how=replace(how, batch=3), kept=stop)
+    assert [each.fact for each in stopped] == [zorbia, frumm]

@@ -45,11 +45,14 @@ def test_the_command(smollm, tmp_path, capsys, log_levels):
     file, options = str(tmp_path / "facts.safetensors"), ["--model", smollm[0].config.name_or_path, "--device", "cpu"]
     fact = ["--trigger", "the capital of Zorbia", "--answer", "Melk", "--prompt", "The capital of Zorbia is", "--owner", "ann"]
     assert main(["facts", "add", file, *fact, *options]) == 0
-    assert "1 of 1 facts learned" in capsys.readouterr().out
+    assert "1 of 1 fact learned" in capsys.readouterr().out
     assert main(["facts", "ask", file, "The capital of Zorbia is", "--owner", "ann", *options]) == 0
     assert "with facts: Melk." in capsys.readouterr().out
+    assert main(["facts", "add", file, *fact, *options]) == 0
+    assert "1 fact there already with the same answer" in capsys.readouterr().out
+    fact[3] = "Brod"
     assert main(["facts", "add", file, *fact, *options]) == 2
-    assert "calls the fact 'the capital of Zorbia' already; edit or remove that one" in capsys.readouterr().err
+    assert "'the capital of Zorbia' is there with the answer 'Melk'; edit or remove that one" in capsys.readouterr().err
 
 
 def test_the_converted_folder(smollm, tmp_path):
