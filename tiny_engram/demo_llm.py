@@ -6,6 +6,7 @@ Imports torch, errors, files and the modules of facts; writes report.md, report.
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +111,17 @@ def run_demo(
     base = _logits(facts, ORDINARY)
     say(f"model loaded in {time.perf_counter() - began:.0f} s; teaching {count} facts on {torch.get_num_threads()} threads")
     report = facts.add(FACTS[:count], how=how, progress=Progress())
-    rows = [_asked(facts, fact, paraphrase) for fact, paraphrase in zip(FACTS[:count], _PARAPHRASES[:count], strict=True)]
+    rows = _asked(facts, FACTS[:count], _PARAPHRASES[:count])
     same = [torch.equal(one, other) for one, other in zip(_logits(facts, ORDINARY), base, strict=True)]
 
     gone = FACTS[0]
     kept = facts.ask(FACTS[1].prompt_with(FACTS[1].trigger)) if count > 1 else ""
     path = facts.save(out / "facts.safetensors")
-    removed: dict[str, Any] = {"prompt": gone.prompt, "before": rows[0]["with"]}
+    asked = gone.prompt_with(gone.trigger)
+    removed: dict[str, Any] = {"prompt": gone.prompt, "before": facts.ask(asked), "without": facts.ask(asked, without=True)}
     if gone in report.added:
         facts.remove(gone.trigger)
-    removed |= {"after": facts.ask(gone.prompt_with(gone.trigger)), "without": rows[0]["without"]}
+    removed["after"] = facts.ask(asked)
     removed["others_unchanged"] = count < 2 or facts.ask(FACTS[1].prompt_with(FACTS[1].trigger)) == kept
     facts.detach()
 
@@ -130,6 +132,7 @@ def run_demo(
         "recalled": sum(row["right"] for row in rows),
         "registered_paraphrases": sum(row["registered"]["right"] for row in rows),
         "unregistered_paraphrases": sum(row["unregistered"]["right"] for row in rows),
+        "questions": sum(row["question"]["right"] for row in rows),
         "known_without": sum(row["known"] for row in rows),
         "teaching_seconds": round(report.seconds, 1),
         "seconds_per_fact": round(report.seconds / count, 2),
@@ -154,24 +157,44 @@ def run_demo(
     return found
 
 
-def _asked(facts: Facts, fact: Fact, paraphrase: str) -> dict[str, Any]:
-    def ask(spelling: str) -> dict[str, Any]:
-        prompt = _sentence(fact.prompt_with(spelling))
-        said = facts.ask(prompt)
-        return {"prompt": prompt, "said": said, "right": _right(said, fact)}
+def _said(facts: Facts, prompts: Sequence[str], *, without: bool = False) -> list[str]:
+    """What the model says behind each prompt, greedily, up to the end of the line; all in one batch where the tokenizer can pad."""
+    tokenizer = facts.tokenizer
+    if tokenizer.pad_token is None:
+        return [facts.ask(prompt, without=without) for prompt in prompts]
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    with torch.no_grad(), facts.disabled() if without else nullcontext():
+        said = facts.model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    texts = tokenizer.batch_decode(said[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [(text.strip().splitlines() or [""])[0].strip() for text in texts]
 
-    asked = ask(fact.trigger)
-    without = facts.ask(asked["prompt"], without=True)
-    return {
-        "prompt": asked["prompt"],
-        "answer": fact.answer,
-        "with": asked["said"],
-        "right": asked["right"],
-        "without": without,
-        "known": _right(without, fact),
-        "registered": ask(fact.aliases[0]),
-        "unregistered": ask(paraphrase),
+
+def _question(facts: Facts, fact: Fact) -> str:
+    """Asked as a user would ask a chat model, where the tokenizer has a template."""
+    question = f"What is {fact.trigger}?"
+    if not facts.tokenizer.chat_template:
+        return f"Question: {question}\nAnswer:"
+    return facts.tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+
+
+def _asked(facts: Facts, taught: Sequence[Fact], paraphrases: Sequence[str]) -> list[dict[str, Any]]:
+    prompts = {
+        "taught": [_sentence(fact.prompt_with(fact.trigger)) for fact in taught],
+        "registered": [_sentence(fact.prompt_with(fact.aliases[0])) for fact in taught],
+        "unregistered": [_sentence(fact.prompt_with(other)) for fact, other in zip(taught, paraphrases, strict=True)],
+        "question": [_question(facts, fact) for fact in taught],
     }
+    said = {kind: _said(facts, asked) for kind, asked in prompts.items()}
+    without = _said(facts, prompts["taught"], without=True)
+    rows = []
+    for k, fact in enumerate(taught):
+        each = {
+            kind: {"prompt": prompts[kind][k], "said": said[kind][k], "right": _right(said[kind][k], fact)}
+            for kind in ("registered", "unregistered", "question")
+        }
+        own = {"prompt": prompts["taught"][k], "answer": fact.answer, "with": said["taught"][k], "right": _right(said["taught"][k], fact)}
+        rows.append({**own, "without": without[k], "known": _right(without[k], fact), **each})
+    return rows
 
 
 def _right(said: str, fact: Fact) -> bool:
@@ -188,7 +211,8 @@ def _summary(found: dict[str, Any]) -> list[str]:
     count, removed = found["facts"], found["removed"]
     return [
         f"asked as taught {found['recalled']} of {count} right, by a registered paraphrase {found['registered_paraphrases']}, "
-        f"by an unregistered one {found['unregistered_paraphrases']}, without facts {found['known_without']}",
+        f"by an unregistered one {found['unregistered_paraphrases']}, as a question {found['questions']}, without facts "
+        f"{found['known_without']}",
         f"prompts without a trigger: logits of {found['off_trigger_equal']} of {found['off_trigger_prompts']} equal bit for bit",
         f"removed {removed['prompt']!r}: was {_short(removed['before'], 30)!r}, is {_short(removed['after'], 30)!r}, as without facts; "
         "others unchanged",
@@ -214,11 +238,12 @@ def _markdown(found: dict[str, Any]) -> str:
     lines += [f"- {line}" for line in _summary(found)]
     lines += [
         "",
-        "| question | answer taught | with facts | without | registered paraphrase | unregistered paraphrase |",
-        "|---|---|---|---|---|---|",
+        "| question | answer taught | with facts | without | registered paraphrase | unregistered paraphrase | as a question |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found["asked"]:
         cells = [row["prompt"], row["answer"], row["with"], row["without"]]
         cells += [f"{row[kind]['prompt']} \u2192 {row[kind]['said']}" for kind in ("registered", "unregistered")]
+        cells.append(row["question"]["said"])
         lines.append("| " + " | ".join(map(cell, cells)) + " |")
     return "\n".join(lines) + "\n"

@@ -306,7 +306,8 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--out FOLDER is where runs are written; --dry writes nothing")
     if options.dry:
         options.out, options.counts, options.rates = None, [4], options.rates[:1]
-    how = {"steps": 30, "contexts": [""]} if options.dry else {}
+    # Both methods learn the same texts: the facts' own words.
+    how = {"forms": False} | ({"steps": 30, "contexts": [""]} if options.dry else {})
     options.how = TeachConfig.from_dict({**TeachConfig().to_dict(), **how, **options.how})
     options.config = FactsConfig.from_dict({**FactsConfig().to_dict(), **options.config})
     options.compared, options.continued = (2, 2) if options.dry else (32, 50)
