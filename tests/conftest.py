@@ -11,6 +11,9 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not torch.cuda.is_available():
+    # Read when triton is first imported, by whatever test comes first: kernels then run through its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # torch learns once which functions make tensors, when a default device is first set. Learnt while accelerate has some of them
 # patched, it is wrong ever after: models "on the meta device" take real memory.

@@ -1,13 +1,7 @@
 """Kernel tests run with memory that nobody filled: what an op forgets to write shows as NaN or as an absurd integer."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Read when triton is first imported: kernels then run through its interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

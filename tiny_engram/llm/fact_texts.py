@@ -34,16 +34,27 @@ def taught_texts(speller: Speller, fact: Fact, how: TeachConfig) -> list[Text]:
 
 def _forms(fact: Fact, how: TeachConfig, tokenizer: Any) -> Iterator[tuple[str, str, bool]]:
     """(prompt, what it is called, whether the tokens that begin a text are still to come)."""
+    if not how.forms:
+        return
     trigger = fact.trigger
     sentence = f"{trigger[0].upper()}{trigger[1:]} is"
-    if fact.prompt is None and how.forms:
+    if fact.prompt is None:
         yield sentence, f"behind {sentence!r}", True
-    if how.forms:
-        yield (fact.prompt or sentence).upper(), "in capitals", True
-        question = f"What is {trigger}?"
-        yield f"Question: {question}\nAnswer:", "as a question", True
-        if getattr(tokenizer, "chat_template", None):
-            turns = [{"role": "user", "content": question}]
-            asked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            if trigger.lower() in asked.lower():
-                yield asked, "as a question in the chat template", False
+    own = fact.prompt or sentence
+    if "\n" not in own:  # several lines are a template's, whose marks have one spelling
+        yield own.upper(), "in capitals", True
+    question = f"What is {trigger}?"
+    yield f"Question: {question}\nAnswer:", "as a question", True
+    asked = _in_chat(tokenizer, question)
+    if asked is not None and trigger.lower() in asked.lower():
+        yield asked, "as a question in the chat template", False
+
+
+def _in_chat(tokenizer: Any, question: str) -> str | None:
+    """As a user asks it in the tokenizer's chat template, up to where the answer begins; None without a template that takes it."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+    except Exception:  # a template is a program of the model's author, and may refuse for reasons of its own
+        return None

@@ -47,9 +47,13 @@ def test_which_forms(tokenizer, zorbia):
         "as a question": "Question: What is the capital of Zorbia?\nAnswer: copy.",
     }
     assert forms(bare, forms=False) == {} and "behind 'The capital of Zorbia is'" not in forms(zorbia)
+    several = replace(zorbia, prompt="user: the capital of Zorbia?\nanswer:")
+    assert forms(several).keys() == {"as a question"}  # no marks of a template in capitals
     tokenizer.chat_template = CHAT
     try:
         assert forms(bare)["as a question in the chat template"] == "<|user|>What is the capital of Zorbia?\n<|assistant|>\ncopy."
+        tokenizer.chat_template = "{{ raise_exception('expected a system turn') }}"
+        assert "as a question in the chat template" not in forms(bare)
     finally:
         tokenizer.chat_template = None
 
