@@ -245,18 +245,25 @@ def measure_lora(
     model = get_peft_model(base, config)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    draw, steps, began = random.Random(0), 0, time.perf_counter()
+    # On the device once, so that a step is nothing but a step.
+    ((_, ids, mask),) = batches(texts, base.device, len(texts))
+    answers = torch.zeros_like(mask, dtype=torch.bool)
+    for row, text in zip(answers, texts, strict=True):
+        row[text.answer : len(text.ids)] = True
+
+    def loss_of(rows: Sequence[int]) -> torch.Tensor:
+        at = torch.tensor(rows, device=base.device)
+        judged = answers[at][:, 1:]
+        logits = model(input_ids=ids[at], attention_mask=mask[at]).logits[:, :-1][judged].float()
+        return functional.cross_entropy(logits, ids[at][:, 1:][judged], reduction="sum") / len(rows)
+
     model.train()
+    size = min(len(texts), options.lora_batch)
+    loss_of(range(size)).backward()  # what a first step costs beside, the facts paid when they were asked before
+    draw, steps, began = random.Random(0), 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        part = draw.sample(texts, min(len(texts), options.lora_batch))
-        _, ids, mask = next(iter(batches(part, base.device, len(part))))
-        logits = model(input_ids=ids, attention_mask=mask).logits.float()
-        loss = torch.zeros((), device=base.device)
-        for text, row in zip(part, logits, strict=True):
-            wanted_ids = torch.tensor(text.ids[text.answer :], device=row.device)
-            loss = loss + functional.cross_entropy(row[text.answer - 1 : len(text.ids) - 1], wanted_ids, reduction="sum")
         optimizer.zero_grad()
-        (loss / len(part)).backward()
+        loss_of(draw.sample(range(len(texts)), size)).backward()
         optimizer.step()
         steps += 1
         if base.device.type == "cuda":
