@@ -12,12 +12,18 @@ __all__ = ["FAMILIES", "CrossAttention", "EncoderSpec", "Family", "family_of", "
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """One text encoder: attribute names on the pipeline, and the module that pipelines apply themselves with clip_skip."""
+    """One text encoder: attribute names on the pipeline, and what pipelines read of its output.
+
+    Attributes:
+        final_norm: the module that pipelines apply themselves with clip_skip.
+        reads: the entry of `hidden_states` that they read, counted from the end, with clip_skip an earlier one; None: the last.
+    """
 
     role: str
     encoder: str
     tokenizer: str
     final_norm: str | None = None
+    reads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ class Family:
     states as `encode` gives them.
 
     `encode` maps (pipe, prompts, negative prompts or None, images per prompt) to (prompt embeds, negative embeds or None): what the
-    denoiser consumes. `consumed` maps each role to its states `[batch, time, width]` inside the prompt embeds.
+    denoiser consumes, without the pooled vectors that some have beside them. `consumed` maps (pipe, prompt embeds) to each role's states
+    `[batch, time, width]` inside the prompt embeds.
     """
 
     name: str
@@ -62,7 +69,7 @@ class Family:
     encoders: tuple[EncoderSpec, ...]
     denoiser: str
     encode: Callable[[Any, Sequence[str], Sequence[str] | None, int], tuple[Any, Any]]
-    consumed: Callable[[Any], Mapping[str, Any]]
+    consumed: Callable[[Any, Any], Mapping[str, Any]]
     attentions: Callable[[Any, str], Sequence[CrossAttention]]
 
     def contexts(self, denoiser: Any, role: str) -> dict[str, tuple[Any, str]]:
@@ -78,6 +85,25 @@ def _encode_stable_diffusion(pipe: Any, prompts: Sequence[str], negative: Sequen
     guided = negative is not None
     negative_prompt = list(negative) if negative is not None else None
     return pipe.encode_prompt(list(prompts), pipe._execution_device, images, guided, negative_prompt)
+
+
+def _encode_xl(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None, images: int) -> tuple[Any, Any]:
+    guided = negative is not None
+    negative_prompt = list(negative) if negative is not None else None
+    embeds, negative_embeds, *_ = pipe.encode_prompt(
+        list(prompts),
+        device=pipe._execution_device,
+        num_images_per_prompt=images,
+        do_classifier_free_guidance=guided,
+        negative_prompt=negative_prompt,
+    )
+    return embeds, negative_embeds
+
+
+def _side_by_side(pipe: Any, embeds: Any) -> dict[str, Any]:
+    """Two encoders' states, one beside the other in width; the refiner has the second alone."""
+    first = 0 if pipe.text_encoder is None else pipe.text_encoder.config.hidden_size
+    return {"clip_l": embeds[..., :first], "clip_g": embeds[..., first:]}
 
 
 def _unet_attentions(unet: Any, role: str) -> tuple[CrossAttention, ...]:
@@ -103,7 +129,26 @@ FAMILIES = (
         encoders=(EncoderSpec("clip_l", "text_encoder", "tokenizer", "final_layer_norm"),),
         denoiser="unet",
         encode=_encode_stable_diffusion,
-        consumed=lambda embeds: {"clip_l": embeds},
+        consumed=lambda pipe, embeds: {"clip_l": embeds},
+        attentions=_unet_attentions,
+    ),
+    Family(
+        name="stable-diffusion-xl",
+        pipelines=(
+            "StableDiffusionXLPipeline",
+            "StableDiffusionXLImg2ImgPipeline",
+            "StableDiffusionXLInpaintPipeline",
+            "StableDiffusionXLControlNetPipeline",
+            "StableDiffusionXLControlNetImg2ImgPipeline",
+            "StableDiffusionXLControlNetInpaintPipeline",
+        ),
+        encoders=(
+            EncoderSpec("clip_l", "text_encoder", "tokenizer", reads=-2),
+            EncoderSpec("clip_g", "text_encoder_2", "tokenizer_2", reads=-2),
+        ),
+        denoiser="unet",
+        encode=_encode_xl,
+        consumed=_side_by_side,
         attentions=_unet_attentions,
     ),
 )

@@ -15,7 +15,7 @@ from tiny_engram.config import INPUT, SPAN
 from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
-from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_last_hidden_state
+from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_hidden_states, with_last_hidden_state
 from tiny_engram.store import ConceptStore, Fired, Plan
 
 __all__ = ["EncoderMounts"]
@@ -40,7 +40,8 @@ class EncoderMounts(HookSet):
 
     Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
     pooled vectors and other states are passed on as they are. With clip_skip the pipeline applies the final norm itself to an earlier
-    state; `final_norm` calls from outside the encoder's own forward get the residual too.
+    state; `final_norm` calls from outside the encoder's own forward get the residual too. Where pipelines read an entry of
+    `hidden_states` (`reads`), that one and those before it, which clip_skip reads, get the residual instead.
 
     A prompt in which a concept with `input` rows fires is encoded once more, alone, with the token embeddings at its spans moved. The
     states at those spans, of every layer, are taken from that pass, and the rest of the sentence keeps the bits of the plain one.
@@ -62,6 +63,7 @@ class EncoderMounts(HookSet):
         tokenizer: Any = None,
         owner: Any = None,
         final_norm: nn.Module | None = None,
+        reads: int | None = None,
     ) -> None:
         self.role = role
         self.store = store
@@ -71,6 +73,7 @@ class EncoderMounts(HookSet):
         self.check_denoiser: Callable[[], None] | None = None
         self.calls = self.prompts = 0
         self.seconds = 0.0
+        self._reads = reads
         self._module = weakref.ref(module)
         self._state = _Call()
         self.hooks = [
@@ -125,7 +128,7 @@ class EncoderMounts(HookSet):
             rows = sorted({row for _, row, *_ in plan.places})
             found = {row: self.store.plan_at((INPUT,), ids[row : row + 1]).fired for row in rows}
             state.moved = {row: fired for row, fired in found.items() if fired}
-            state.skipped = bool(kwargs.get("output_hidden_states"))
+            state.skipped = self._reads is None and bool(kwargs.get("output_hidden_states"))
             if plan.places and self.on_fire is not None:
                 self.on_fire(self.role, plan)
         self.seconds += time.perf_counter() - begin
@@ -140,10 +143,7 @@ class EncoderMounts(HookSet):
             if output is not None:  # None: the forward raised
                 if state.moved:
                     result = take_over(output, [self._second_pass(row, args, kwargs) for row in state.moved])
-                hidden = last_hidden_state(result)
-                added = self._apply(hidden)
-                if added is not hidden:
-                    result = with_last_hidden_state(result, added)
+                result = self._with_residual(result)
         finally:
             state.inside = False
         if not state.skipped:
@@ -151,6 +151,14 @@ class EncoderMounts(HookSet):
         state.moved = {}
         self.seconds += time.perf_counter() - begin
         return None if result is output else result
+
+    def _with_residual(self, output: Any) -> Any:
+        """The output, in a copy where something is added to what pipelines read of it."""
+        if self._reads is not None:
+            return with_hidden_states(output, self._reads, self._apply) if self._state.plan else output
+        hidden = last_hidden_state(output)
+        added = self._apply(hidden)
+        return output if added is hidden else with_last_hidden_state(output, added)
 
     def _second_pass(self, row: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MovedRow:
         """One prompt of the batch alone, with what fires in it added to its token embeddings."""

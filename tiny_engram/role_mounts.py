@@ -74,7 +74,7 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
     scheduler = pipe.scheduler
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-    mount = EncoderMounts(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm)
+    mount = EncoderMounts(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm, reads=spec.reads)
     present = weakref.ref(pipe)
 
     def training_timesteps() -> int:

@@ -4,14 +4,14 @@ An encoder's output is whatever transformers gives: an object with fields, a tup
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["MovedRow", "last_hidden_state", "row_options", "take_over", "with_last_hidden_state"]
+__all__ = ["MovedRow", "last_hidden_state", "row_options", "take_over", "with_hidden_states", "with_last_hidden_state"]
 
 FIELDS = ("last_hidden_state", "hidden_states")
 
@@ -52,6 +52,24 @@ def with_last_hidden_state(output: Any, hidden: torch.Tensor) -> Any:
     if _is_named(output):
         return type(output)(**{**output, "last_hidden_state": hidden})
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def with_hidden_states(output: Any, last: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same output, in a copy, with `hidden_states` changed from that of the first layer up to `last`, counted from the end.
+
+    The token embeddings, the entries behind `last` and an output without `hidden_states` are passed on as they are.
+    """
+
+    def changed(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        stop = len(states) + last
+        return tuple(change(x) if 0 < k <= stop else x for k, x in enumerate(states))
+
+    if _is_named(output):
+        states = output.get("hidden_states")
+        return output if states is None else type(output)(**{**output, "hidden_states": changed(states)})
+    if not isinstance(output, tuple):
+        return output
+    return tuple(changed(x) if isinstance(x, tuple) and x[0].dim() == 3 else x for x in output)
 
 
 def take_over(output: Any, moved: Sequence[MovedRow]) -> Any:

@@ -152,6 +152,11 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
     try:
+        if adapter.family.name != "stable-diffusion-1":
+            raise TinyEngramError(
+                f"{type(pipe).__name__} is of the family {adapter.family.name}: expected stable-diffusion-1, which can be taught so far; "
+                "concepts made elsewhere can be loaded"
+            )
         still = frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
         (contexts,) = adapter.contexts.values()
         if config.at_denoiser and not contexts.names:
