@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ with torch.device("meta"):
     torch.empty(0)
 
 ROOT = Path(__file__).resolve().parent.parent
+# The measurements' own code is tested too; it is imported as `benchmarks.x`, as from the repository's root.
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 # Reasons for which a test may be left out of a full run on a user's machine, by how they begin; the run ends by naming it. Whatever else
 # is skipped fails the run, and so does anything in CI.
 ALLOWED_SKIPS = ("no Chromium was found",)

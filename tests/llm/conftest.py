@@ -1,8 +1,6 @@
 """Tiny causal LMs of the real classes, a tokenizer trained on this project's own documents, and Engram that moves their logits."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache
 
 from tiny_engram.llm import EngramConfig, EngramLayers
-
-# The measurements' own code is tested too; it is run from the repository's root.
-if (root := str(Path(__file__).resolve().parents[2])) not in sys.path:
-    sys.path.insert(0, root)
 
 # The architectures that are promised: configuration class and what differs from llama's, with windows that tests outrun.
 WINDOW = 8

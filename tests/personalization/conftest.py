@@ -11,8 +11,8 @@ import torch
 from tiny_engram.training import objective
 
 ROOT = Path(__file__).resolve().parents[2]
-# `benchmarks` is imported as a namespace from the root; what lies in the two other folders is run as scripts there.
-for folder in (ROOT, ROOT / "assets" / "recipe", ROOT / "benchmarks"):
+# What lies in these is run as scripts there.
+for folder in (ROOT / "assets" / "recipe", ROOT / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
