@@ -207,48 +207,33 @@ def teach(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> TaughtRows:
-    """Find rows for facts, each given as the texts that it is taught in; the model is left as it was. With gradients, whoever calls.
+    """Find rows for facts, each given as the texts that it is taught in, all in one batch; the model is left as it was.
+
+    With gradients, whoever calls.
 
     Args:
         config: completed.
         progress: called with (facts done, facts in all).
     """
-    assert config.layers is not None
     began = time.perf_counter()
-    device = next(decoder.module.parameters()).device
-    batch = how.batch or (48 if device.type == "cpu" else 512)
-    parts: list[tuple[torch.Tensor, ...]] = []
-    missed: list[tuple[str, ...]] = []
     modes = [(module, module.training) for module in decoder.module.modules()]
     decoder.module.eval()
     frozen = [parameter for parameter in decoder.model.parameters() if parameter.requires_grad]
     for parameter in frozen:  # their gradients would cost as much again
         parameter.requires_grad_(False)
     try:
-        first, done = 0, 0
-        while first < len(facts):
-            last, texts = first + 1, len(facts[first])
-            while last < len(facts) and texts + len(facts[last]) <= batch:
-                texts += len(facts[last])
-                last += 1
-            chunk = facts[first:last]
-            *part, missing = _teach_chunk(
-                decoder, config, chunk, how, (lambda n, done=done: progress(done + n, len(facts))) if progress else None
-            )
-            parts.append(tuple(part))
-            missed += missing
-            first, done = last, done + len(chunk)
+        said = None if progress is None else lambda done: progress(done, len(facts))
+        rows, learned, margin, steps, missed = _taught(decoder, config, facts, how, said)
     finally:
         for module, mode in modes:
             module.training = mode
         for parameter in frozen:
             parameter.requires_grad_(True)
-    rows, learned, margin, steps = (torch.cat(part) for part in zip(*parts, strict=True))
     payload, scale = quantize(rows)
     return TaughtRows(payload, scale, learned, margin, steps, tuple(missed), time.perf_counter() - began)
 
 
-def _teach_chunk(
+def _taught(
     decoder: Decoder, config: FactsConfig, facts: Sequence[Sequence[Text]], how: TeachConfig, progress: Callable[[int], object] | None
 ) -> tuple[Any, ...]:
     """Masters float32 `[facts, layers, columns, head_dim]`, learned, margin, steps `[facts]`, on the CPU; forms that each fact missed."""
