@@ -337,8 +337,8 @@ class EngramAdapter:
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
-            embeds, negative_embeds = self.family.encode(self.pipe, prompts, negative, num_images_per_prompt)
-        return embeds, negative_embeds if negative is not None else None
+            embeds = self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
+        return embeds["prompt_embeds"], None if negative is None else embeds["negative_prompt_embeds"]
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""

@@ -39,11 +39,11 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
             for m in mounts.values():
                 m.store = m.store.empty()
             with torch.no_grad():
-                plain = family.consumed(pipe, family.encode(pipe, [PROMPT], None, 1)[0])[role].clone()
+                plain = family.states(pipe, family.embeds(pipe, [PROMPT]))[role].clone()
                 for at in (name for name in (SPAN, INPUT) if name in mount.store.mounts):
                     mount.store = mount.store.empty()
                     start, length = _add_probe(mount, at)
-                    moved[at] = family.consumed(pipe, family.encode(pipe, [PROMPT], None, 1)[0])[role], start, length
+                    moved[at] = family.states(pipe, family.embeds(pipe, [PROMPT]))[role], start, length
         finally:
             for other, store in stores.items():
                 mounts[other].store = store

@@ -46,7 +46,7 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
 
 
 def maps_at(attentions: Sequence[Any]) -> dict[str, int]:
-    """The maps that a denoiser with these `CrossAttention`s can have: name -> channels."""
+    """The maps that a denoiser with these `Attention`s can have: name -> channels."""
     found: dict[str, int] = {}
     for i, attention in enumerate(attentions):
         if attention.channels is not None:
