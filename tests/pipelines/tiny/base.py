@@ -23,7 +23,7 @@ class TinyPipeline:
         name: the family's name, and what is special of this one behind a colon: "stable-diffusion-3:no-t5".
         build: makes the pipeline, the same weights each time.
         call: arguments beside the prompt for a picture of two steps, whose first output is one tensor of latents.
-        real_tokenizer: False where one of the same class was trained on the captions of the embedded base.
+        real_tokenizer: False where it is not the published one: another of the same class, or one trained on the embedded base's captions.
         prompt_keys: arguments that take a prompt, one for each tokenizer; a missing one takes the first one's.
         notes: what is unlike the published pipelines.
     """
