@@ -22,6 +22,7 @@ from tiny_engram.hooks import MountError
 from tiny_engram.loaded import Loaded, LoadedConcepts
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import EncoderMounts
+from tiny_engram.place_hooks import PlaceHooks
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport, report_role
 from tiny_engram.residual import Spans
@@ -56,15 +57,16 @@ class EngramAdapter:
         self.contexts: dict[str, ContextMounts] = {}
         self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
         self._loaded = LoadedConcepts()
-        self._denoiser = weakref.ref(_plain(getattr(pipe, family.denoiser)))
+        self._denoisers = {name: weakref.ref(_plain(module)) for name, module in family.present(pipe).items()}
+        hooks = PlaceHooks(denoisers=self._present_denoisers, owner=self)
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
-            mount, contexts = mounts_at(pipe, family, spec, denoiser=self._present_denoiser, owner=self)
+            mount, contexts = mounts_at(pipe, family, spec, owner=self, hooks=hooks)
             mount.check_denoiser = self._check_denoiser
             self.mounts[spec.role], self.contexts[spec.role] = mount, contexts
         self._watch = DenoiserWatch(
-            getattr(pipe, family.denoiser), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
+            family, family.present(pipe), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
 
     # -- the pipeline --------------------------------------------------------------------------------------------------------
@@ -124,22 +126,25 @@ class EngramAdapter:
         specs = (spec for spec in self.family.encoders if spec.role in self.mounts)
         return {spec.role: (spec.encoder, None if pipe is None else getattr(pipe, spec.encoder)) for spec in specs}
 
-    def _present_denoiser(self) -> Any:
-        """The pipeline's; once the pipeline is gone, and others use its parts, the one that it had."""
+    def _present_denoisers(self) -> list[Any]:
+        """The pipeline's; once the pipeline is gone, and others use its parts, those that it had."""
         pipe = self._pipe()
-        return self._denoiser() if pipe is None else getattr(pipe, self.family.denoiser)
+        found = [known() if pipe is None else getattr(pipe, name) for name, known in self._denoisers.items()]
+        return [denoiser for denoiser in found if denoiser is not None]
 
     def _check_denoiser(self) -> None:
         """Before a prompt is encoded for the denoiser: its watch, if another feature removed it, is put back, and brings the mounts back.
 
         Raises MountError if they are on a denoiser that the pipeline no longer has.
         """
-        denoiser = self._present_denoiser()
-        if denoiser is not None and _plain(denoiser) is not self._denoiser():
-            raise MountError(
-                f"{self.family.denoiser} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
-                "put it back, or detach, attach to the pipeline again and load the concepts there"
-            )
+        pipe = self._pipe()
+        for name, denoiser in self._denoisers.items():
+            now = None if pipe is None else getattr(pipe, name)
+            if now is not None and _plain(now) is not denoiser():
+                raise MountError(
+                    f"{name} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
+                    "put it back, or detach, attach to the pipeline again and load the concepts there"
+                )
         self._watch.attach()
 
     def _watched(self) -> list[str]:
@@ -307,6 +312,7 @@ class EngramAdapter:
             fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
             mounts=mounts,
             maps=maps,
+            mount_widths={role: mount.store.widths for role, mount in self.mounts.items()},
             name=name,
             config=config,
             base=self.base,

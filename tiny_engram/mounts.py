@@ -13,6 +13,7 @@ from torch import nn
 
 from tiny_engram.config import INPUT, SPAN
 from tiny_engram.encoded import EncodedPrompts
+from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
 from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_hidden_states, with_last_hidden_state
@@ -68,7 +69,7 @@ class EncoderMounts(HookSet):
         self.role = role
         self.store = store
         self.tokenizer = tokenizer
-        self.encoded = EncodedPrompts()
+        self.encoded: EncodedPrompts | EncodedPositions = EncodedPrompts()
         self.on_fire: Callable[[str, Plan], None] | None = None
         self.check_denoiser: Callable[[], None] | None = None
         self.calls = self.prompts = 0

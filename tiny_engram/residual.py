@@ -13,7 +13,7 @@ import torch
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 
-__all__ = ["Spans", "apply_concept", "apply_spans", "token_norms"]
+__all__ = ["Spans", "apply_concept", "apply_spans", "moved", "spread", "token_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,29 @@ def span_mean_norm(h: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
     return (total / length).index_select(0, owner.to(h.device))
 
 
+def spread(rows: torch.Tensor, *, width: int, basis_seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that rows float32 `[N, columns, head_dim]` stand for in states of a width: float32 `[N, width]` each."""
+    e = rows.flatten(1)
+    return fixed_basis(e, width=width, seed=2 * basis_seed), fixed_basis(e, width=width, seed=2 * basis_seed + 1)
+
+
+def moved(
+    states: torch.Tensor,
+    length: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """States `[N, width]` of spans of these lengths (int64 CPU `[spans]`) with the residual added, in their type; computed in float32, and
+    rounded once. key and value float32 `[N, width]`, gain, bias and scale (strength * rho) float32 `[N]`, all on the states' device.
+    """
+    h = states.float()
+    mean_norm = span_mean_norm(h, length)
+    return (h + span_residual(h, key, value, gain=gain, bias=bias, scale=scale, mean_norm=mean_norm)).to(states.dtype)
+
+
 def apply_spans(
     hidden: torch.Tensor,
     spans: Spans,
@@ -106,19 +129,9 @@ def apply_spans(
     if not len(spans):
         return hidden
     batch, time, _ = (index.to(hidden.device) for index in spans.flat())
-    width = hidden.shape[-1]
-    h = hidden[batch, time].float()
-    e = rows.to(hidden.device).flatten(1)
-    residual = span_residual(
-        h,
-        fixed_basis(e, width=width, seed=2 * basis_seed),
-        fixed_basis(e, width=width, seed=2 * basis_seed + 1),
-        gain=gain.to(hidden.device),
-        bias=bias.to(hidden.device),
-        scale=scale.to(hidden.device),
-        mean_norm=span_mean_norm(h, spans.length),
-    )
-    return hidden.index_put((batch, time), (h + residual).to(hidden.dtype))
+    key, value = spread(rows.to(hidden.device), width=hidden.shape[-1], basis_seed=basis_seed)
+    gates = (x.to(hidden.device) for x in (gain, bias, scale))
+    return hidden.index_put((batch, time), moved(hidden[batch, time], spans.length, key, value, *gates))
 
 
 def apply_concept(
