@@ -5,7 +5,7 @@ Dataclasses and small functions about objects that the user made; nothing of dif
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Attention", "EncoderSpec", "Family", "call_default", "encode_by_signature", "single_states", "text_as_given"]
@@ -77,7 +77,7 @@ class Attention:
 
 def call_default(pipe: Any, name: str, default: Any = None) -> Any:
     """What `pipe(...)` takes for a parameter that is not given; `default` if it has none of that name."""
-    parameter = inspect.signature(pipe.__call__).parameters.get(name)
+    parameter = inspect.signature(type(pipe).__call__).parameters.get(name)
     return default if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
 
 
@@ -90,7 +90,8 @@ def encode_by_signature(pipe: Any, prompts: Sequence[str], negative: Sequence[st
     Returns:
         What `pipe(...)` takes in the place of prompts, by name; without names that begin with an underscore, and without None.
     """
-    known = inspect.signature(pipe.encode_prompt).parameters
+    # by the class: what others put in the place of the method of one pipeline often says nothing
+    known = inspect.signature(type(pipe).encode_prompt).parameters.keys() - {"self"}
     mine = {
         "device": pipe._execution_device,
         "num_images_per_prompt": images,
@@ -99,7 +100,7 @@ def encode_by_signature(pipe: Any, prompts: Sequence[str], negative: Sequence[st
     }
     if negative is not None:
         mine["negative_prompt"] = list(negative)
-    shared = set(known) & set(inspect.signature(pipe.__call__).parameters)
+    shared = known & inspect.signature(type(pipe).__call__).parameters.keys()
     skipped = {name for name in shared if name.startswith(("prompt", "negative_prompt")) and name != "prompt_template"}
     options = {name: call_default(pipe, name) for name in shared - skipped - set(mine)}
     options |= {name: value for name, value in mine.items() if name in known}
@@ -155,7 +156,7 @@ class Family:
     attentions: Callable[[Any, str], Sequence[Attention]] | None = None
     projected: bool = True
     per_timestep: Callable[[float, int], float] | None = None
-    refuses: Mapping[str, str] | None = None
+    refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def denoiser(self) -> str:

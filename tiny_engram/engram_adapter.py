@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import ENCODER_MOUNTS, ConceptConfig
+from tiny_engram.config import ConceptConfig, at_encoder
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, explain_prompt
@@ -57,6 +57,8 @@ class EngramAdapter:
         self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
         self._loaded = LoadedConcepts()
         self._denoiser = weakref.ref(_plain(getattr(pipe, family.denoiser)))
+        # Of these, concepts need not have rows: a pooled vector is not local.
+        self._optional = {spec.role for spec in family.encoders if spec.pooled}
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
@@ -145,7 +147,7 @@ class EngramAdapter:
     def _watched(self) -> list[str]:
         """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
         places = {name: self._loaded[name].concept.roles.values() for name in self.get_active_concepts()}
-        return [name for name, roles in places.items() if any(place.mounts.keys() & ENCODER_MOUNTS for place in roles)]
+        return [name for name, roles in places.items() if any(at_encoder(mount) for place in roles for mount in place.mounts)]
 
     # -- concepts ------------------------------------------------------------------------------------------------------------
 
@@ -178,16 +180,17 @@ class EngramAdapter:
         concept = source if isinstance(source, Concept) else Concept.load(source)
         strength = checked_strength(strength)
         name = self._loaded.free_name(name or concept.name, rename)
-        compiled = fit_concept(name, concept, self.mounts, {role: at.layout for role, at in self.contexts.items()}, trigger)
-        if any(place.maps or place.mounts.keys() - ENCODER_MOUNTS for place in concept.roles.values()):
+        layouts = {role: at.layout for role, at in self.contexts.items()}
+        compiled = fit_concept(name, concept, self.mounts, layouts, trigger, optional=self._optional)
+        if any(place.maps or not all(map(at_encoder, place.mounts)) for place in concept.roles.values()):
             self._check_denoiser()
         if concept.base and self.base and concept.base != self.base:
             text = "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ"
             logger.warning(text, name, concept.base, self.base)
         added: list[str] = []
         try:
-            for role, mount in self.mounts.items():
-                place = concept.roles[role]
+            for role, place in concept.roles.items():
+                mount = self.mounts[role]
                 moved = mount.store.add(name, compiled[role], place.mounts, concept.config, strength, maps=place.maps)
                 added.append(role)
                 if moved:
@@ -205,8 +208,8 @@ class EngramAdapter:
     def _refresh(self, *names: str) -> None:
         """Bring the mounts in line with what these concepts' switches say."""
         for name in names:
-            for mount in self.mounts.values():
-                mount.store.set_strength(name, self._loaded.strength_now(name))
+            for role in self._loaded[name].concept.roles:
+                self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
@@ -237,9 +240,8 @@ class EngramAdapter:
     def unload_concept(self, name: str | None = None) -> None:
         """Remove one concept, or all of them; the base is bit-identical again."""
         for each in list(self._loaded) if name is None else [name]:
-            self._loaded.require(each)
-            for role, mount in self.mounts.items():
-                mount.store.remove(each)
+            for role in self._loaded[each].concept.roles:
+                self.mounts[role].store.remove(each)
                 self.contexts[role].settle()
             del self._loaded[each]
         self._watch.changed()
@@ -282,7 +284,7 @@ class EngramAdapter:
         """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
         compiled = self.compile(trigger, aliases)
         config = config or ConceptConfig()
-        mounts, maps = asked_of(config, self.mounts)
+        mounts, maps = asked_of(config, self.mounts, self.family.refuses)
         roles = {
             role: report_role(role, compiled[role], mount.tokenizer, mount.store, config, mounts[role], maps[role])
             for role, mount in self.mounts.items()
@@ -300,9 +302,9 @@ class EngramAdapter:
         Raises TinyEngramError for mounts or maps that the pipeline does not have.
         """
         config = config or ConceptConfig()
-        mounts, maps = asked_of(config, self.mounts)
+        mounts, maps = asked_of(config, self.mounts, self.family.refuses)
         return Concept.new(
-            self.compile(trigger, aliases),
+            {role: compiled for role, compiled in self.compile(trigger, aliases).items() if mounts[role] or maps[role]},
             widths={role: mount.store.width for role, mount in self.mounts.items()},
             fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
             mounts=mounts,
