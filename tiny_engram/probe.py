@@ -43,13 +43,13 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
             at = POOLED if POOLED in mount.store.mounts else SPAN
             with _probing(mount, at) as fired:
                 moved = states()[role]
-            dead += _differs(role, plain[role], moved, fired, at)
+            dead += _differs(role, plain[role], moved, fired, at, mount.templates.longest)
         inputs = {role: _probing(mount, INPUT) for role, mount in mounts.items() if INPUT in mount.store.mounts}
         fired = {role: one.__enter__() for role, one in inputs.items()}
         moved = states()
         for role, one in inputs.items():
             one.__exit__(None, None, None)
-            dead += _differs(role, plain[role], moved[role], fired[role], INPUT)
+            dead += _differs(role, plain[role], moved[role], fired[role], INPUT, mounts[role].templates.longest)
     if dead:
         raise MountError(
             f"what {type(pipe).__name__} consumes does not follow the concepts at: {'; '.join(dead)}; "
@@ -110,8 +110,11 @@ def _probing(mount: EncoderMounts, at: str) -> Iterator[list[tuple[int, int]]]:
         mount.store, mount.on_fire = empty, None
 
 
-def _differs(role: str, plain: torch.Tensor, moved: torch.Tensor, fired: list[tuple[int, int]], at: str) -> list[str]:
-    """What is wrong at one mount, in words: states `[time, width]`, or a pooled vector `[width]`, without and with the concept."""
+def _differs(role: str, plain: torch.Tensor, moved: torch.Tensor, fired: list[tuple[int, int]], at: str, cut: int) -> list[str]:
+    """What is wrong at one mount, in words: states `[time, width]`, or a pooled vector `[width]`, without and with the concept.
+
+    cut: how many positions in front of a prompt a pipeline may cut off: those of a template.
+    """
     where = role if at in (SPAN, POOLED) else f"{role} {at}"
     if plain.dim() == 1:
         return [] if fired and bool((plain != moved).any()) else [f"{where} (the pooled vector is the same)"]
@@ -119,7 +122,6 @@ def _differs(role: str, plain: torch.Tensor, moved: torch.Tensor, fired: list[tu
     if len(fired) != 1:
         return [f"{where} (changed positions {changed}; the word {WORD!r} of {PROMPT!r} was found {len(fired)} times)"]
     start, length = fired[0]
-    # Pipelines cut off what stands in front of a prompt, so that positions are fewer here, by the same number.
-    if changed and changed == list(range(changed[0], changed[0] + length)) and changed[0] <= start:
+    if changed and changed == list(range(changed[0], changed[0] + length)) and start - cut <= changed[0] <= start:
         return []
-    return [f"{where} (changed positions {changed}, expected {length} from {start} on)"]
+    return [f"{where} (changed positions {changed}, expected {list(range(start, start + length))})"]

@@ -27,6 +27,11 @@ class PromptTemplates:
         self._special, self._filler = frozenset(special), filler
         self.known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest known template in front of prompts, with one special token before it."""
+        return max((1 + len(before) for before, _ in self.known), default=0)
+
     def learn(self, one: Sequence[int], other: Sequence[int]) -> None:
         """From two prompts' ids, padding and all: prompts that neither begin nor end alike."""
         first, second = self._bare(one), self._bare(other)
