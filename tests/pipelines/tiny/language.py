@@ -16,8 +16,6 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from transformers import (
-    Gemma2Config,
-    Gemma2Model,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
@@ -25,18 +23,8 @@ from transformers import (
 )
 
 from tests.pipelines.tiny.base import TinyPipeline, finished, picture_vae
+from tests.pipelines.tiny.decoders import decoder_sizes, gemma_2
 from tests.pipelines.tiny.vocabularies import QWEN_25_TOKENS, gemma, qwen, qwen_3
-
-
-def decoder_sizes(width: int, layers: int) -> dict[str, Any]:
-    """A decoder's sizes. Weights are drawn wider than the published 0.02, so that states hold what attention brings from other tokens."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "initializer_range": 0.2, **heads}
-
-
-def gemma_2(vocabulary: int, width: int, layers: int = 4) -> Gemma2Model:
-    """Gemma 2 with half of its layers on a window of 32 tokens; as many rows as tokens, as published."""
-    return Gemma2Model(Gemma2Config(vocab_size=vocabulary, sliding_window=32, query_pre_attn_scalar=8, **decoder_sizes(width, layers)))
 
 
 def sana() -> SanaPipeline:
@@ -106,8 +94,9 @@ def z_image() -> ZImagePipeline:
 def qwen_image() -> QwenImagePipeline:
     """Pictures of 32x32: 2 x 2 places. The language half of Qwen 2.5 VL of width 48, a denoiser of width 32."""
     torch.manual_seed(0)
-    sizes = decoder_sizes(48, 4)
-    text: dict[str, Any] = {**sizes, "vocab_size": 152064, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}}
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 2]}
+    # Heads are as wide as the width allows: this model does not read `head_dim` everywhere.
+    text: dict[str, Any] = {**decoder_sizes(48, 4), "head_dim": 12, "vocab_size": 152064, "rope_parameters": rope}
     vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
     transformer: dict[str, Any] = {
         "in_channels": 16,

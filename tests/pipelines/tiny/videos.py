@@ -5,16 +5,22 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLLTXVideo,
     CogVideoXDDIMScheduler,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
+from transformers import LlamaConfig, LlamaModel
 
-from tests.pipelines.tiny.base import TinyPipeline, finished, t5_encoder, t5_tokenizer
+from tests.pipelines.tiny.base import TinyPipeline, clip_encoder, clip_tokenizer, finished, t5_encoder, t5_tokenizer
+from tests.pipelines.tiny.decoders import decoder_sizes
+from tests.pipelines.tiny.vocabularies import llama_3
 
 
 def ltx() -> LTXPipeline:
@@ -74,6 +80,35 @@ def cogvideox() -> CogVideoXPipeline:
     )
 
 
+def hunyuan_video() -> HunyuanVideoPipeline:
+    """Videos of 5 frames of 32x32: 2 x 2 x 2 places. Llama of width 48 and CLIP of width 32, a denoiser of width 32."""
+    torch.manual_seed(0)
+    transformer: dict[str, Any] = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 48,
+        "pooled_projection_dim": 32,
+        "rope_axes_dim": (4, 6, 6),
+    }
+    vae: dict[str, Any] = {"latent_channels": 4, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    return finished(
+        HunyuanVideoPipeline(
+            text_encoder=LlamaModel(LlamaConfig(vocab_size=128320, **decoder_sizes(48, 4))),
+            tokenizer=llama_3(),
+            transformer=HunyuanVideoTransformer3DModel(**transformer),
+            vae=AutoencoderKLHunyuanVideo(**vae),
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            text_encoder_2=clip_encoder(32),
+            tokenizer_2=clip_tokenizer("hunyuan_video/tokenizer_1"),
+        )
+    )
+
+
 def _call(frames: int, size: int, **more: Any) -> dict[str, Any]:
     return {"num_inference_steps": 2, "height": size, "width": size, "num_frames": frames, "output_type": "latent", **more}
 
@@ -81,4 +116,5 @@ def _call(frames: int, size: int, **more: Any) -> dict[str, Any]:
 VIDEOS = (
     TinyPipeline("ltx", ltx, _call(9, 64)),
     TinyPipeline("cogvideox", cogvideox, _call(5, 32)),
+    TinyPipeline("hunyuan-video", hunyuan_video, _call(5, 32), prompt_keys=("prompt", "prompt_2")),
 )

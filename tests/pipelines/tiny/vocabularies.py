@@ -11,10 +11,11 @@ import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer
+from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from assets.recipe.captions import COLOURS, STYLES, caption
+from tests.pipelines.tiny.base import tokenizer_folder
 
 QWEN_25_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
@@ -99,3 +100,8 @@ def gemma() -> GemmaTokenizer:
     """Gemma's class and special tokens, <bos> in front and padding on the left as there; its pieces are those of our captions."""
     vocab, merges = _gemma_pairs()
     return GemmaTokenizer(vocab={**vocab}, merges=merges, add_bos_token=True)
+
+
+def llama_3() -> TokenizersBackend:
+    """Llama 3 with the two tokens of Llava: 128,259. Read as LlamaTokenizer, as its files say, it would lose its spaces."""
+    return TokenizersBackend.from_pretrained(tokenizer_folder("hunyuan_video/tokenizer_2"))
