@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer, TokenizersBackend
@@ -29,6 +29,13 @@ QWEN_3_CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+
+
+def package_file(package: str, path: str) -> Path:
+    """A file of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is not installed: make test installs it"
+    return Path(spec.origin).parent / path
 
 
 def _byte_pairs(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -54,9 +61,7 @@ def _byte_pairs(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[tuple[
 
 @cache
 def _qwen_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    spec = importlib.util.find_spec("dashscope")
-    assert spec is not None and spec.origin is not None, "dashscope is not installed: make test installs it"
-    lines = (Path(spec.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    lines = package_file("dashscope", "resources/qwen.tiktoken").read_bytes().splitlines()
     return _byte_pairs({base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)})
 
 
@@ -73,6 +78,40 @@ def qwen_3() -> Qwen2Tokenizer:
     tokenizer = qwen(QWEN_3_TOKENS)
     tokenizer.chat_template = QWEN_3_CHAT
     return tokenizer
+
+
+MISTRAL_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
+    *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", *(f"<SPECIAL_{i}>" for i in range(20, 1000))),
+)
+MISTRAL_CHAT = (
+    "{{ bos_token }}{% for message in messages %}{% set name = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' %}"
+    "[{{ name }}]{% for part in message.content %}{{ '[IMG]' if part.type == 'image' else part.text }}{% endfor %}[/{{ name }}]{% endfor %}"
+)
+
+
+@cache
+def _mistral_pairs() -> tuple[dict[str, int], list[tuple[str, str]], str]:
+    """Vocabulary and merges without special tokens, and the pattern that splits words."""
+    held = json.loads(package_file("mistral_common", "data/tekken_240911.json").read_text())
+    size = held["config"]["default_vocab_size"] - len(MISTRAL_TOKENS)
+    vocab, merges = _byte_pairs({base64.b64decode(token["token_bytes"]): token["rank"] for token in held["vocab"][:size]})
+    return vocab, merges, held["config"]["pattern"]
+
+
+def mistral_3() -> TokenizersBackend:
+    """The vocabulary of Mistral Small 3: 131,072, the first thousand special. Its padding is on the left."""
+    vocab, merges, pattern = _mistral_pairs()
+    ids = {token: i for i, token in enumerate(MISTRAL_TOKENS)} | {token: len(MISTRAL_TOKENS) + rank for token, rank in vocab.items()}
+    backend = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(MISTRAL_TOKENS))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return TokenizersBackend(tokenizer_object=backend, padding_side="left", chat_template=MISTRAL_CHAT, **names)
 
 
 @cache
