@@ -32,13 +32,17 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
         MountError: the consumed states do not move at the span, or move elsewhere; names the roles.
     """
 
-    def states() -> dict[str, Any]:
-        return {role: each[0] for role, each in family.states(pipe, family.embeds(pipe, [PROMPT, OTHER])).items()}
+    shorter = {} if family.probe_length is None else {"max_sequence_length": family.probe_length}
+
+    def states(negative: list[str] | None = None) -> dict[str, Any]:
+        embeds = family.embeds(pipe, [PROMPT, OTHER], negative, **shorter)
+        return {role: each[0] for role, each in family.states(pipe, embeds).items() if role in mounts}
 
     dead: list[str] = []
     with _aside(mounts), torch.no_grad():
-        _learn_templates(pipe, family, mounts)
-        plain = {role: each.clone() for role, each in states().items()}
+        # negative prompts may have another template than prompts
+        with _learning_templates(mounts):
+            plain = {role: each.clone() for role, each in states([PROMPT, OTHER]).items()}
         for role, mount in mounts.items():
             at = POOLED if POOLED in mount.store.mounts else SPAN
             with _probing(mount, at) as fired:
@@ -72,13 +76,14 @@ def _aside(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
             m.module.train(training)
 
 
-def _learn_templates(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
-    """Of prompts and of negative prompts, which may have another one."""
+@contextmanager
+def _learning_templates(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
+    """What pipelines put around the two prompts that are encoded inside, one behind the other."""
     heard: dict[str, list[list[int]]] = {role: [] for role in mounts}
     for role, mount in mounts.items():
         mount.on_ids = lambda ids, rows=heard[role]: rows.extend(ids.reshape(-1, ids.shape[-1]).tolist())
     try:
-        family.embeds(pipe, [PROMPT, OTHER], [PROMPT, OTHER])
+        yield
     finally:
         for mount in mounts.values():
             mount.on_ids = None
