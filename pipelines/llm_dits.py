@@ -1,17 +1,11 @@
 """Image pipelines whose prompt a language model reads: Sana, Lumina 2, Qwen-Image, Z-Image and FLUX.2."""
 
-from typing import Any
-
-from tiny_engram.pipelines.family import EncoderSpec, Family, call_default
+from tiny_engram.pipelines.family import EncoderSpec, Family
 from tiny_engram.pipelines.texts import chat_window, preprocessed, sequence_window, window_behind
 
 __all__ = ["FLUX_2", "FLUX_2_KLEIN", "LUMINA_2", "QWEN_IMAGE", "SANA", "Z_IMAGE"]
 
 MASKED = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-
-
-def _layers(pipe: Any) -> tuple[int, ...]:
-    return tuple(call_default(pipe, "text_encoder_out_layers"))
 
 
 SANA = Family(
@@ -30,6 +24,7 @@ LUMINA_2 = Family(
         ),
     ),
     returns=MASKED,
+    probe_length=None,
 )
 
 QWEN_IMAGE = Family(
@@ -62,6 +57,7 @@ FLUX_2 = Family(
     pipelines=("Flux2Pipeline",),
     encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", reads=(10, 20, 30), window=chat_window({"add_generation_prompt": False})),),
     returns=("prompt_embeds", "_text_ids"),
+    probe_length=None,
     per_timestep=lambda timestep, total: timestep * total,
 )
 

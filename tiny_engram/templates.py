@@ -21,29 +21,26 @@ class PromptTemplates:
     Args:
         special: ids of begin, end and padding; a template is more than these.
         filler: one of them, which takes the place of a template's tokens where triggers are looked for.
+
+    Attributes:
+        longest: most tokens in front of a prompt, special ones among them; 0 without a template.
     """
 
     def __init__(self, special: Iterable[int], filler: int) -> None:
         self._special, self._filler = frozenset(special), filler
         self.known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest known template in front of prompts, with one special token before it."""
-        return max((1 + len(before) for before, _ in self.known), default=0)
+        self.longest = 0
 
     def learn(self, one: Sequence[int], other: Sequence[int]) -> None:
         """From two prompts' ids, padding and all: prompts that neither begin nor end alike."""
-        first, second = self._bare(one), self._bare(other)
+        (start, end), (begin, stop) = self._inner(one), self._inner(other)
+        first, second = list(one[start:end]), list(other[begin:stop])
         head = _common(first, second)
         tail = _common(first[head:][::-1], second[head:][::-1])
         before, behind = tuple(first[:head]), tuple(first[len(first) - tail :])
         if not self._special.issuperset((*before, *behind)):
             self.known.add((before, behind))
-
-    def _bare(self, ids: Sequence[int]) -> list[int]:
-        start, end = self._inner(ids)
-        return list(ids[start:end])
+            self.longest = max(self.longest, start + head)
 
     def _inner(self, ids: Sequence[int]) -> tuple[int, int]:
         """Where the ids without the special ones at both edges begin and end."""
