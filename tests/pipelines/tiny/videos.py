@@ -116,5 +116,5 @@ def _call(frames: int, size: int, **more: Any) -> dict[str, Any]:
 VIDEOS = (
     TinyPipeline("ltx", ltx, _call(9, 64)),
     TinyPipeline("cogvideox", cogvideox, _call(5, 32)),
-    TinyPipeline("hunyuan-video", hunyuan_video, _call(5, 32), prompt_keys=("prompt", "prompt_2")),
+    TinyPipeline("hunyuan-video", hunyuan_video, _call(5, 32)),
 )
