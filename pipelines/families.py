@@ -5,12 +5,34 @@ Nothing of diffusers is imported, and nothing of tiny_engram.
 
 from typing import Any
 
+from tiny_engram.pipelines.dits import AURAFLOW, CHROMA, FLUX, HUNYUAN_DIT, PIXART, STABLE_DIFFUSION_3
 from tiny_engram.pipelines.family import Family
+from tiny_engram.pipelines.llm_dits import FLUX_2, FLUX_2_KLEIN, LUMINA_2, QWEN_IMAGE, SANA, Z_IMAGE
 from tiny_engram.pipelines.unets import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
+from tiny_engram.pipelines.videos import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN
 
 __all__ = ["FAMILIES", "families", "family_of", "known_pipelines", "register_family"]
 
-FAMILIES = (STABLE_DIFFUSION, STABLE_DIFFUSION_XL)
+FAMILIES = (
+    STABLE_DIFFUSION,
+    STABLE_DIFFUSION_XL,
+    STABLE_DIFFUSION_3,
+    FLUX,
+    CHROMA,
+    PIXART,
+    AURAFLOW,
+    HUNYUAN_DIT,
+    SANA,
+    LUMINA_2,
+    QWEN_IMAGE,
+    Z_IMAGE,
+    FLUX_2,
+    FLUX_2_KLEIN,
+    WAN,
+    LTX,
+    COGVIDEOX,
+    HUNYUAN_VIDEO,
+)
 _added: dict[str, Family] = {}
 
 

@@ -5,10 +5,23 @@ Dataclasses and small functions about objects that the user made; nothing of dif
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["Attention", "EncoderSpec", "Family", "call_default", "encode_by_signature", "single_states", "text_as_given"]
+__all__ = [
+    "Attention",
+    "EncoderSpec",
+    "Family",
+    "call_default",
+    "cleans_captions",
+    "encode_by_signature",
+    "single_states",
+    "text_as_given",
+]
+
+# Of these some pipelines demand an answer; None means the first prompt.
+SECOND_PROMPTS = ("prompt_2", "prompt_3")
 
 
 def text_as_given(pipe: Any, text: str) -> str:
@@ -88,20 +101,24 @@ class Attention:
 
 def call_default(pipe: Any, name: str, default: Any = None) -> Any:
     """What `pipe(...)` takes for a parameter that is not given; `default` if it has none of that name."""
-    parameter = inspect.signature(pipe.__call__).parameters.get(name)
+    parameter = inspect.signature(type(pipe).__call__).parameters.get(name)
     return default if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
 
 
-def encode_by_signature(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None, images: int, returns: Sequence[str]) -> dict:
+def encode_by_signature(
+    pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None, images: int, returns: Sequence[str], **others: Any
+) -> dict[str, Any]:
     """Call `pipe.encode_prompt` as `pipe(...)` does, by the names of its parameters.
 
-    `returns` names what it gives, in order. Parameters that both have, such as max_sequence_length, get the defaults of `pipe(...)`. Where
-    it takes no negative prompt, that one is encoded by a second call, as such pipelines do for true classifier-free guidance.
+    `returns` names what it gives, in order. Parameters that both have, such as max_sequence_length, get the defaults of `pipe(...)`, or
+    those of `others`. Where it takes no negative prompt, that one is encoded by a second call, as such pipelines do for true
+    classifier-free guidance.
 
     Returns:
         What `pipe(...)` takes in the place of prompts, by name; without names that begin with an underscore, and without None.
     """
-    known = inspect.signature(pipe.encode_prompt).parameters
+    # by the class: what others put in the place of the method of one pipeline often says nothing
+    known = inspect.signature(type(pipe).encode_prompt).parameters.keys() - {"self"}
     mine = {
         "device": pipe._execution_device,
         "num_images_per_prompt": images,
@@ -110,21 +127,31 @@ def encode_by_signature(pipe: Any, prompts: Sequence[str], negative: Sequence[st
     }
     if negative is not None:
         mine["negative_prompt"] = list(negative)
-    shared = set(known) & set(inspect.signature(pipe.__call__).parameters)
+    shared = known & inspect.signature(type(pipe).__call__).parameters.keys()
     skipped = {name for name in shared if name.startswith(("prompt", "negative_prompt")) and name != "prompt_template"}
     options = {name: call_default(pipe, name) for name in shared - skipped - set(mine)}
-    options |= {name: value for name, value in mine.items() if name in known}
+    options |= {name: value for name, value in (mine | others).items() if name in known}
+    options |= {name: None for name in SECOND_PROMPTS if name in known}
+    if not cleans_captions():
+        options = {name: value for name, value in options.items() if name != "clean_caption"}  # that would only warn, each time
 
     def call(texts: Sequence[str]) -> dict[str, Any]:
         # a copy: some pipelines write into the list
         given = pipe.encode_prompt(list(texts), **options)
         given = given if isinstance(given, tuple) else (given,)
-        return {name: value for name, value in zip(returns, given, strict=True) if value is not None and not name.startswith("_")}
+        named = {name: value for name, value in zip(returns, given, strict=True) if not name.startswith("_")}
+        # an empty list stands for no negative prompt
+        return {name: value for name, value in named.items() if value is not None and not (isinstance(value, list) and not value)}
 
     found = call(prompts)
     if negative is not None and "negative_prompt" not in known:
         found |= {f"negative_{name}": value for name, value in call(negative).items()}
     return found
+
+
+def cleans_captions() -> bool:
+    """Are the libraries there that pipelines clean captions with?"""
+    return find_spec("bs4") is not None and find_spec("ftfy") is not None
 
 
 def single_states(pipe: Any, embeds: Mapping[str, Any], role: str) -> dict[str, Any]:
@@ -153,6 +180,7 @@ class Family:
             them, the same tensor everywhere.
         timestep: parameter of the denoiser's `forward` that holds it.
         per_timestep: timestep of the denoiser's call -> the scheduler's, of `num_train_timesteps`.
+        probe_length: tokens that the prompts of the probe at attach are padded to, where the pipeline pads; None for its own.
         refuses: mode ("deep", "context", "input") -> why this family does not have it, in words.
     """
 
@@ -168,18 +196,21 @@ class Family:
     projected: bool = True
     timestep: str = "timestep"
     per_timestep: Callable[[float, int], float] | None = None
-    refuses: Mapping[str, str] | None = None
+    probe_length: int | None = 64
+    refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def denoiser(self) -> str:
         """Attribute of the first denoiser."""
         return self.denoisers[0]
 
-    def embeds(self, pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None = None, images: int = 1) -> Mapping[str, Any]:
-        """What `pipe(...)` takes in the place of prompts, by name."""
+    def embeds(
+        self, pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None = None, images: int = 1, **others: Any
+    ) -> Mapping[str, Any]:
+        """What `pipe(...)` takes in the place of prompts, by name. `others` go on to `encode_prompt`, where it has them."""
         if self.encode is not None:
             return self.encode(pipe, prompts, negative, images)
-        return encode_by_signature(pipe, prompts, negative, images, self.returns)
+        return encode_by_signature(pipe, prompts, negative, images, self.returns, **others)
 
     def states(self, pipe: Any, embeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each role's own states inside the embeds; see `consumed`."""

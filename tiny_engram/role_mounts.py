@@ -14,20 +14,24 @@ from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
 from tiny_engram.config import ConceptConfig
 from tiny_engram.context_plan import ContextLayout, Reading
 from tiny_engram.contexts import ContextMounts
+from tiny_engram.deep_mounts import encoder_layers
 from tiny_engram.encoded_positions import EncodedPositions
+from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import MountError
-from tiny_engram.mount_names import choose_maps, choose_mounts, context_name, every_mount
+from tiny_engram.mount_names import GROUPS, choose_maps, choose_mounts, context_name, every_mount, find_mounts
 from tiny_engram.mounts import EncoderMounts
 from tiny_engram.place_hooks import PlaceHooks
 from tiny_engram.store import ConceptStore
+from tiny_engram.templates import PromptTemplates
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import without_added_tokens
 
-__all__ = ["asked_of", "maps_at", "mounts_at", "vocabulary_of"]
+__all__ = ["asked_of", "maps_at", "mounts_at", "tokenizer_of", "vocabulary_of", "width_of"]
 
 # Vocabularies that are kept: a pipeline has up to three tokenizers, and an app changes between a few pipelines.
 KEPT = 8
 _kept: dict[bytes, tuple[EdgeTables, CompressedTokenizer]] = {}
+_seen: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], bytes]] = weakref.WeakKeyDictionary()
 
 
 def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
@@ -36,6 +40,10 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
     Nobody writes to them. Tokens added to the tokenizer later are another content.
     """
     backend, pad = backend_of(tokenizer), tokenizer.pad_token_id
+    state = pad, len(tokenizer), tuple(tokenizer.all_special_ids)
+    seen = _seen.get(backend)
+    if seen is not None and seen[0] == state and seen[1] in _kept:
+        return _kept[seen[1]]  # the object that was asked for before, as it was: its description takes longer to write than all else
     # Before its tokens it says how the last call truncated and padded, which changes from call to call and says nothing of them.
     content = backend.to_str().split('"added_tokens"', 1)[-1]
     about = f"{sorted(special_ids(tokenizer))} {backend.padding if pad is None else pad} {content}"
@@ -45,6 +53,7 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
         compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=pad)
         found = EdgeTables.of(tokenizer), compressed
     _kept[key] = found  # last: the one that was not asked for longest goes first
+    _seen[backend] = state, key
     for old in list(_kept)[:-KEPT]:
         _kept.pop(old, None)
     return found
@@ -69,19 +78,31 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHook
         owner: who the hooks belong to.
         hooks: of the pipeline's denoisers, for all roles.
     """
-    encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
+    encoder, tokenizer = getattr(pipe, spec.encoder), tokenizer_of(pipe, spec)
     edges, compressed = vocabulary_of(tokenizer)
-    width = encoder.config.hidden_size
+    width = width_of(encoder)
     attentions = _attentions_of(pipe, family, spec)
     first = next(iter(attentions.values()), ())
     readings = _readings(first)
     columns = None if family.projected or not first else _own_columns(pipe, family, spec.role, readings)
-    mounts = every_mount(tuple(readings), dict.fromkeys(attention.block for attention in first))
+    layers = 0 if "deep" in family.refuses else len(encoder_layers(encoder))
+    mounts = every_mount(tuple(readings), dict.fromkeys(attention.block for attention in first), layers=layers, pooled=spec.pooled)
     widths = _widths(mounts, first, readings) if family.projected else {}
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(first), widths=widths)
     scheduler = pipe.scheduler
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-    mount = EncoderMounts(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm, reads=spec.reads)
+    special = special_ids(tokenizer)
+    mount = EncoderMounts(
+        encoder,
+        store,
+        role=spec.role,
+        tokenizer=tokenizer,
+        owner=owner,
+        final_norm=norm,
+        reads=spec.reads,
+        pooled=spec.pooled,
+        templates=PromptTemplates(special, compressed.pad_id if not special else min(special)),
+    )
     if family.projected:
         mount.encoded = EncodedPositions()
     present = weakref.ref(pipe)
@@ -118,7 +139,7 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHook
 
 def _attentions_of(pipe: Any, family: Any, spec: Any) -> dict[str, Sequence[Any]]:
     """The attentions that read the role's states, by the attribute of their denoiser: none where the family has no context mounts."""
-    if family.attentions is None or spec.pooled or "context" in (family.refuses or {}):
+    if family.attentions is None or spec.pooled or "context" in family.refuses:
         return {}
     return {name: family.attentions(denoiser, spec.role) for name, denoiser in family.present(pipe).items()}
 
@@ -161,17 +182,51 @@ def _widths(mounts: Sequence[str], attentions: Sequence[Any], readings: Mapping[
     return found
 
 
+def tokenizer_of(pipe: Any, spec: Any) -> Any:
+    """The tokenizer of one of the family's encoders: that of a processor, where the pipeline has one.
+
+    Raises:
+        TinyEngramError: there is none, or it is a slow one.
+    """
+    found = getattr(pipe, spec.tokenizer, None)
+    tokenizer = getattr(found, "tokenizer", found)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise TinyEngramError(
+            f"{spec.tokenizer} of {type(pipe).__name__} is {type(tokenizer).__name__}, expected a fast tokenizer of transformers, which "
+            "tells where words lie; load the pipeline with one"
+        )
+    return tokenizer
+
+
+def width_of(encoder: Any) -> int:
+    """Width of a text encoder's states: of one of pictures and text, those of the text."""
+    config = encoder.config
+    return int((config.get_text_config() if hasattr(config, "get_text_config") else config).hidden_size)
+
+
 def asked_of(
-    config: ConceptConfig, mounts: Mapping[str, EncoderMounts]
+    config: ConceptConfig, mounts: Mapping[str, EncoderMounts], refuses: Mapping[str, str] | None = None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[int, int]]]]:
-    """What a config asks for, by role: names of mounts, and (rank, channels) of maps by name.
+    """What a config asks for, by role: names of mounts, and (rank, channels) of maps by name. A role may have nothing of it, as long as
+    another has.
+
+    refuses: mode -> why the family does not have it.
 
     Raises:
         TinyEngramError: mounts or maps that the pipeline does not have.
     """
+    for mode, why in (refuses or {}).items():
+        if any(one == mode or one.startswith(f"{mode}.") or mode == "context" and one in GROUPS for one in config.mounts):
+            raise TinyEngramError(f"mounts {list(config.mounts)} ask for {mode!r}, which this pipeline does not have: {why}")
+    groups = {"share": config.share, "bands": config.bands}
+    chosen: dict[str, tuple[str, ...]] = dict.fromkeys(mounts, ())
+    for one in config.mounts:
+        found = {role: find_mounts(one, mount.store.mounts, **groups) for role, mount in mounts.items()}
+        if not any(found.values()):
+            role = next(iter(mounts))
+            choose_mounts((one,), mounts[role].store.mounts, role=role, **groups)  # says what there is
+        chosen = {role: (*chosen[role], *found[role]) for role in mounts}
+    ordered = {role: tuple(m for m in mount.store.mounts if m in set(chosen[role])) for role, mount in mounts.items()}
     ranks = {"attention": config.attention_rank, "feedforward": config.feedforward_rank}
-    chosen = {
-        role: choose_mounts(config.mounts, mount.store.mounts, role=role, share=config.share, bands=config.bands)
-        for role, mount in mounts.items()
-    }
-    return chosen, {role: choose_maps(mount.store.maps, role=role, **ranks) for role, mount in mounts.items()}
+    able = {role: mount for role, mount in mounts.items() if mount.store.maps} or dict(list(mounts.items())[:1])
+    return ordered, {role: choose_maps(mount.store.maps, role=role, **ranks) if role in able else {} for role, mount in mounts.items()}
