@@ -120,18 +120,26 @@ def _of_all(states: torch.Tensor | Sequence[torch.Tensor], width: int) -> list[t
 
 def _match(mine: np.ndarray, there: np.ndarray, ids: np.ndarray, known: np.ndarray) -> FoundRow | None:
     """A row with these digests, not zero where `there`, as part of a prompt with `known` ones; None if it is not."""
-    # The last state: in an encoder that reads from left to right all prompts that begin alike have the first ones.
+    # The last state: in an encoder that reads from left to right all prompts that begin alike have the first ones. Padding states may be
+    # equal, so that it stands at several places: the right one is that at which most of the others stand right too.
     last = int(np.flatnonzero(there)[-1])
+    best: tuple[int, int, np.ndarray] | None = None
     for at in np.flatnonzero(known == mine[last]).tolist():
         shift = at - last
         first = max(0, -shift)
         same = np.zeros(len(mine), dtype=bool)
         same[first : last + 1] = mine[first : last + 1] == known[first + shift : at + 1]
-        # What a crop left standing in front (the start token, say) is one of the prompt's too, elsewhere.
-        strange = there & ~same
-        if strange.any() and not np.isin(mine[strange], known).all():
-            continue
-        breaks = np.flatnonzero(~(same & there)[:last])
-        begin = int(breaks[-1]) + 1 if len(breaks) else 0
-        return FoundRow(ids, shift, begin, last + 1)
-    return None
+        count = int((same & there).sum())
+        if best is None or count > best[0]:
+            best = count, shift, same
+            if count == int(there.sum()):
+                break
+    if best is None:
+        return None
+    _, shift, same = best
+    # What a crop left standing in front (the start token, say) is one of the prompt's too, elsewhere.
+    strange = there & ~same
+    if strange.any() and not np.isin(mine[strange], known).all():
+        return None
+    breaks = np.flatnonzero(~(same & there)[:last])
+    return FoundRow(ids, shift, int(breaks[-1]) + 1 if len(breaks) else 0, last + 1)
