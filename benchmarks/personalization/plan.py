@@ -248,7 +248,9 @@ def methods(
         runs = [Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for name in names]
         at = (settings.main,) if is_control(method) else settings.checkpoints
         controls = tuple(drawn_controls) if method == OURS else ()
-        pieces += _pieces("methods", runs, names, subjects, settings, draw_at=at, between_seeds=(SEEDS[0],), pairs=True, controls=controls)
+        pieces += _pieces(
+            "methods", runs, names, subjects, settings, draw_at=at, between_seeds=(SEEDS[0],), pairs=True, controls=controls
+        )
     return pieces
 
 
@@ -286,7 +288,9 @@ def levers(
             for rate in tried or [_rate(method, rates, "levers")]
             for name in names
         ]
-        pieces += _pieces("levers", runs, names, subjects, settings, label=label, draw_at=(settings.main,), pairs=len(tried) < 2)
+        pieces += _pieces(
+            "levers", runs, names, subjects, settings, label=label, draw_at=(settings.main,), pairs=len(tried) < 2
+        )
     return pieces
 
 
@@ -297,7 +301,9 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
 
 
-def final(subjects: Subjects, settings: Settings, rates: Mapping[str, float], lora: str | None, *, only: Sequence[str] = ()) -> list[Piece]:
+def final(
+    subjects: Subjects, settings: Settings, rates: Mapping[str, float], lora: str | None, *, only: Sequence[str] = ()
+) -> list[Piece]:
     """The methods of the final table on the final subjects, three seeds, all pairs; `lora` is the best one on the development subjects."""
     names = _check("final", subjects.final, subjects)
     if lora is None:

@@ -112,7 +112,9 @@ class Priors:
         """Every picture twice, for the trigger on either side; styles, colours and templates in equal shares."""
         rng, count = np.random.default_rng(0), self.count
         names = np.resize(rng.permutation(allowed_names()), (count, 2)).tolist()
-        styles, colours, templates = ([kinds[i % len(kinds)] for i in rng.permutation(count)] for kinds in (STYLES, tuple(COLOURS), PAIR))
+        styles, colours, templates = (
+            [kinds[i % len(kinds)] for i in rng.permutation(count)] for kinds in (STYLES, tuple(COLOURS), PAIR)
+        )
         said = list(zip(templates, styles, colours, strict=True))
         drawn = self._draw([fill(*how, pair) for how, pair in zip(said, names, strict=True)], range(count))
         means, stds = self.base.latents(drawn)

@@ -48,7 +48,9 @@ class Shot:
     sample: int
 
 
-def single_shots(subjects: Mapping[int, Subject], seeds: Mapping[int, int], samples: int, *, by_class_word: bool = False) -> list[Shot]:
+def single_shots(
+    subjects: Mapping[int, Subject], seeds: Mapping[int, int], samples: int, *, by_class_word: bool = False
+) -> list[Shot]:
     """All contexts of each run's subject; `subjects` and `seeds` are by run index, -1 - i for the i-th thing that no run is about."""
     shots = []
     for run, subject in subjects.items():
@@ -93,7 +95,9 @@ def draw_shots(
         run = torch.tensor([shot.runs for shot in chunk])
         words = [shot.words for shot in chunk]
         rows = base.rows([shot.prompt.text for shot in chunk], words, run, None if adapters is None else adapters.vectors)
-        drawn = draw(base, adapters, rows, [shot.seed for shot in chunk], steps=settings.drawing_steps, guidance=settings.guidance)
+        drawn = draw(
+            base, adapters, rows, [shot.seed for shot in chunk], steps=settings.drawing_steps, guidance=settings.guidance
+        )
         pictures.append(np.asarray(drawn))
         if progress is not None:
             progress(first + len(chunk), len(shots))
