@@ -123,6 +123,11 @@ class MapMounts:
         """The i-th cross-attention reads text states in which these fire."""
         self._layers[i].given = given
 
+    @property
+    def probing(self) -> bool:
+        """Are the hooks being probed in this thread?"""
+        return self._thread.probing is not None
+
     def probe(self) -> list[str]:
         """Names of the hooks whose module does not give what they give, or does not take it."""
 

@@ -15,7 +15,7 @@ EVERY = (*stable_diffusion.PIPELINES, *flux.PIPELINES, *t5.PIPELINES, *wan.PIPEL
 STREAMS = {e.name: e for e in EVERY if e.family not in ("stable-diffusion-1", "stable-diffusion-2", "stable-diffusion-xl")}
 TRIGGER, PROMPT, PLAIN = "vortex cat", "a photo of a vortex cat on a table", "a photo of an old cat on a table"
 
-# Position in what a place reads of the state that the encoder gave at p. `x` is what the place reads, `single` says that it is one sequence.
+# Position in what a place reads of the state that the encoder gave at p. `x` is what it reads; `single`: one sequence of text and picture.
 Place = Callable[[str, int, torch.Tensor, bool], int]
 
 
