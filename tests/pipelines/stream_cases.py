@@ -86,16 +86,18 @@ def spans_of(adapter: Any, concept: Any, prompt: str, tiny: TinyPipeline) -> dic
 
 
 def expected(
-    adapter: Any, concept: Any, name: str, before: torch.Tensor, row: int, spans: Any, where: Place, strength: float = 1.0
+    adapter: Any, concept: Any, name: str, before: torch.Tensor, row: int, spans: Any, where: Place, strength: float = 1.0, band: str = ""
 ) -> torch.Tensor:
-    """What a place should read: the rows of each role that has some there, at the trigger, in the order of the roles."""
+    """What a place should read: the rows of each role that has some there, at the trigger, in the order of the roles. With a band such as
+    ".1of4" those that its block shares in it."""
     place = name.rpartition("/")[2]
-    single = "single" in _block_of(adapter, place)
-    after = before
+    block = _block_of(adapter, place)
+    single, after = "single" in block, before
+    mount = f"context.{block}.{place.rpartition('.')[2]}{band}" if band else place
     for role, found in spans.items():
         mounts = concept.roles[role].mounts
-        if place in mounts:
-            rows = mounts[place]
+        if mount in mounts:
+            rows = mounts[mount]
             at = Spans.of((row, where(role, start, before, single), size, offset) for start, size, offset in found)
             after = apply_concept(after, at, rows.rows(), rows.gain, rows.bias, rho=rows.rho, strength=strength)
     return after

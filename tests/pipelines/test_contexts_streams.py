@@ -9,6 +9,7 @@ from tests.pipelines.tiny.base import picture
 from tiny_engram.config import ConceptConfig
 
 SIDES = ConceptConfig(mounts=("context",))
+BANDS = ConceptConfig(mounts=("context",), share="block", bands=4)
 
 
 @pytest.fixture(scope="module", params=STREAMS.values(), ids=lambda tiny: tiny.name)
@@ -59,3 +60,25 @@ def test_without_the_trigger_and_without_strength_the_base_draws(adapted):
     assert torch.equal(picture(entry, pipe, PROMPT, **guided), base[PROMPT])
     adapter.set_strength("vortex", 1.0)
     assert torch.equal(picture(entry, pipe, PROMPT, **guided), ours)
+
+
+def test_a_band_is_that_of_the_scheduler_and_a_part_of_the_layers_shares_its_rows(built, tiny):
+    entry, pipe, adapter, guided, base = built
+    adapter.load_concept(concept := tiny.concept(adapter, TRIGGER, name="vortex", config=BANDS))
+    try:
+        with reads(adapter) as seen:
+            picture(entry, pipe, PROMPT, **guided)
+        timesteps = [float(t) for t in pipe.scheduler.timesteps]
+        spans, total = spans_of(adapter, concept, PROMPT, entry), pipe.scheduler.config.num_train_timesteps
+        for name, calls in seen.items():
+            changed = [pair for pair in calls if not torch.equal(*pair)]
+            # Of two denoisers each has one of the two steps.
+            mine = timesteps if len(changed) == len(timesteps) else timesteps[1:] if "/" in name else timesteps[:1]
+            for t, (before, after) in zip(mine, changed, strict=True):
+                row = 0 if entry.family == "z-image" else len(before) - 1
+                band = f".{min(int(t * 4 / total), 3) + 1}of4"
+                assert torch.equal(after, expected(adapter, concept, name, before, row, spans, place_of(entry), band=band))
+        assert torch.equal(picture(entry, pipe, PLAIN, **guided), base[PLAIN])
+    finally:
+        adapter.unload_concept()
+
