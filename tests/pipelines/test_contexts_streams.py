@@ -81,4 +81,3 @@ def test_a_band_is_that_of_the_scheduler_and_a_part_of_the_layers_shares_its_row
         assert torch.equal(picture(entry, pipe, PLAIN, **guided), base[PLAIN])
     finally:
         adapter.unload_concept()
-
