@@ -90,8 +90,11 @@ class Attention:
 
     @property
     def channels(self) -> int | None:
-        """Values that `to_q` reads at each place of the picture; None where the projection does not say, or there are no maps."""
-        return None if self.joint or not self.mapped else getattr(getattr(self.module, "to_q", None), "in_features", None)
+        """Values that `to_q` reads, and gives, at each place of the picture; None where it does not say, or gives others, or there are no
+        maps."""
+        projection = None if self.joint or not self.mapped else getattr(self.module, "to_q", None)
+        channels = getattr(projection, "in_features", None)
+        return channels if channels == getattr(projection, "out_features", None) else None
 
     @property
     def feedforward(self) -> Any | None:

@@ -1,5 +1,6 @@
-"""Context mounts in transformer denoisers beside what else is done to a pipeline: near misses, other batches, two denoisers, LoRA, compiles,
-offloading, copies."""
+"""Context mounts in transformer denoisers beside what else is done to a pipeline: near misses, other batches, a second denoiser, LoRA,
+compiling, offloading, copies.
+"""
 
 import copy
 from typing import Any
