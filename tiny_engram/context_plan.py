@@ -173,10 +173,21 @@ def rows_by_mount(plan: Plan, batch: int) -> dict[str, list[Fired]]:
     """What fires at each mount of a plan, whose batch has so many rows: the mounts are no longer stacked along it."""
     found: dict[str, list[Fired]] = {}
     for fired in plan.fired:
-        number = fired.spans.batch // batch
-        for k in number.unique().tolist():
-            own = number == k
-            found.setdefault(plan.mounts[k], []).append(picked(fired, own, fired.spans.batch[own] % batch))
+        spans = fired.spans
+        # A mount's spans stand one behind the other.
+        numbers, counts = torch.unique_consecutive(spans.batch // batch, return_counts=True)
+        sizes = counts.tolist()
+        places = zip(
+            *((x % batch if x is spans.batch else x).split(sizes) for x in (spans.batch, spans.start, spans.length, spans.offset)),
+            strict=True,
+        )
+        lengths = [int(part.sum()) for part in spans.length.split(sizes)]
+        values = zip(*(getattr(fired, name).split(lengths) for name in ("rows", "gain", "bias", "scale")), strict=True)
+        first = 0
+        for k, size, place, (rows, gain, bias, scale) in zip(numbers.tolist(), sizes, places, values, strict=True):
+            own = Fired(fired.names[first : first + size], Spans(*place), rows, gain, bias, scale, fired.basis_seed)
+            found.setdefault(plan.mounts[k], []).append(own)
+            first += size
     return found
 
 
@@ -205,7 +216,7 @@ class FiredGroup:
         self._time = self._time + start
         self._length = torch.cat([one.spans.length for one in each])
         self._at = self._batch.to(device), self._time.to(device)
-        sides = [spread(one.rows.to(device), width=width, basis_seed=one.basis_seed) for one in each]
+        sides = _sides(each, width=width, device=device)
         gates = [torch.cat([getattr(one, name) for one in each]).to(device) for name in ("gain", "bias", "scale")]
         self._added = (*(torch.cat([pair[k] for pair in sides]) for k in (0, 1)), *gates)
         self._columns, self._device = columns, device
@@ -229,6 +240,20 @@ class FiredGroup:
             return tensor.index_put((batch, time), values[which])
         columns = torch.arange(*self._columns, device=self._device)
         return tensor.index_put((batch[:, None], time[:, None], columns), values[which])
+
+
+def _sides(fired: Sequence[Fired], *, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each; all rows of one shape in one pass."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for k, one in enumerate(fired):
+        alike.setdefault((one.basis_seed, *one.rows.shape[1:]), []).append(k)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for (seed, *_), numbers in alike.items():
+        rows = torch.cat([fired[k].rows for k in numbers]).to(device)
+        sizes = [len(fired[k].rows) for k in numbers]
+        parts = (side.split(sizes) for side in spread(rows, width=width, basis_seed=seed))
+        found |= dict(zip(numbers, zip(*parts, strict=True), strict=True))
+    return [found[k] for k in range(len(fired))]
 
 
 class PlannedContexts(Contexts):
