@@ -68,9 +68,10 @@ class ContextMounts:
     Args:
         mount: of the role's encoder.
         layout: which mounts each place reads, and how text stands there.
-        attentions: those of each denoiser, by the attribute of the pipeline under which it is found, in running order: `.module`, the names
-            of its `.block` and of its projections `.key` and `.value`, and the `.transformer` layer around it. Denoisers of one pipeline
-            have the same, and a concept's rows serve all of them.
+        places: of each denoiser, by the attribute of the pipeline under which it is found: name of each place -> the module, and the
+            attribute under which its projection is found: PEFT and others put their own layers there, and the hook follows. Denoisers of
+            one pipeline have the same, and a concept's rows serve all of them.
+        attentions: of each denoiser, those that the places lie in, in running order, for maps.
         hooks: of the denoisers, for all roles.
         consumed: embeds as the denoiser is given them -> the role's own states, `[batch, time, width]` or a list of `[time, width]`.
         scheduled: timestep of the denoiser's call -> the scheduler's.
@@ -82,6 +83,7 @@ class ContextMounts:
         mount: EncoderMounts,
         layout: ContextLayout,
         *,
+        places: Mapping[str, Mapping[str, tuple[nn.Module, str]]],
         attentions: Mapping[str, Sequence[Any]],
         hooks: PlaceHooks,
         consumed: Callable[[Mapping[str, Any]], Any],
@@ -92,9 +94,10 @@ class ContextMounts:
         self._seconds = 0.0
         self._consumed, self._scheduled = consumed, scheduled
         self._hooks = hooks
-        each = {f"{name}/" if k else "": found for k, (name, found) in enumerate(attentions.items())}
-        hooks.add(self, self._wants_hooks, {prefix: _places_of(found) for prefix, found in each.items()})
-        self.names = tuple(_places_of(each.get("", ())))
+        prefixes = {name: f"{name}/" if k else "" for k, name in enumerate(attentions)}
+        hooks.add(self, self._wants_hooks, {prefixes[name]: found for name, found in places.items()})
+        self.names = tuple(next(iter(places.values()), ()))
+        each = {prefixes[name]: found for name, found in attentions.items()}
         self._maps = MapMounts(each, mount.store.maps, denoiser=self._called, owner=owner)
         # The place whose projection sees the text states as the denoiser was given them -> its cross-attention.
         self._keys = {f"context.{i}.key": i for i in self._maps.numbers}
@@ -366,12 +369,3 @@ class ContextMounts:
                 "trigger stands is unknown; make prompt embeds with adapter.encode(prompt, negative_prompt), or disable_concepts()"
             )
         return known
-
-
-def _places_of(attentions: Sequence[Any]) -> dict[str, tuple[nn.Module, str]]:
-    """Name of each place -> the module, and the attribute under which its projection is found."""
-    return {
-        f"context.{i}.{kind}": (attention.module, attribute)
-        for i, attention in enumerate(attentions)
-        for kind, attribute in (("key", attention.key), ("value", attention.value))
-    }

@@ -133,7 +133,16 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHook
         offset=spec.offset,
         columns=columns,
     )
-    contexts = ContextMounts(mount, layout, attentions=attentions, hooks=hooks, consumed=consumed, scheduled=scheduled, owner=owner)
+    contexts = ContextMounts(
+        mount,
+        layout,
+        places={name: family.contexts(denoiser, spec.role) for name, denoiser in family.present(pipe).items() if name in attentions},
+        attentions=attentions,
+        hooks=hooks,
+        consumed=consumed,
+        scheduled=scheduled,
+        owner=owner,
+    )
     return mount, contexts
 
 
