@@ -6,6 +6,7 @@ May import all that the adapter may.
 import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -121,9 +122,12 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHook
     def scheduled(timestep: float) -> float:
         return timestep if family.per_timestep is None else family.per_timestep(timestep, training_timesteps())
 
+    parts = {each.encoder: weakref.ref(part) for each in family.encoders if (part := getattr(pipe, each.encoder, None)) is not None}
+
     def consumed(embeds: Mapping[str, Any]) -> Any:
-        # The states of a pipeline that is gone are found by what this one's were: families look at its parts alone.
-        return family.states(present(), embeds)[spec.role]
+        # Once the pipeline is gone, others may use its parts; what is read of a pipeline here is how wide they are.
+        now = present() or SimpleNamespace(**{name: part() for name, part in parts.items()})
+        return family.states(now, embeds)[spec.role]
 
     layout = ContextLayout(
         mounts,

@@ -1,5 +1,7 @@
 """Context mounts where two encoders' states lie side by side in the width of what all projections read: Stable Diffusion XL."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.hooks import MountError
 from tiny_engram.residual import apply_concept
+from tiny_engram.training.cache import CaptionBatch
+from tiny_engram.training.rows import ConceptRows
 
 TRIGGER, PROMPT, PLAIN = "vortex cat", "a photo of a vortex cat on a table", "a photo of a cat on a table"
 SIDES = ConceptConfig(mounts=("context",))
@@ -93,14 +97,13 @@ def test_what_has_no_trigger_is_the_base(pipe, adapter, tiny, tmp_path):
     ours = picture(XL, pipe, PROMPT, **options)
     assert not torch.equal(ours, base[PROMPT]) and ours.isfinite().all()
     embeds = adapter.embeds(PROMPT, "a house")
-    kept = {**dict.fromkeys(XL.prompt_keys), **embeds}
-    assert torch.equal(XL_picture(pipe, **kept), ours)
+    assert torch.equal(drawn_of(pipe, embeds), ours)
     adapter.disable_concepts()
     assert torch.equal(picture(XL, pipe, PROMPT, **options), base[PROMPT])
 
 
-def XL_picture(pipe, **options):
-    return picture(XL, pipe, options.pop("prompt"), **options)
+def drawn_of(pipe, embeds):
+    return picture(XL, pipe, None, **{**dict.fromkeys(XL.prompt_keys[1:]), **embeds})
 
 
 def test_embeds_that_nobody_encoded_are_told_and_clip_skip_is_followed(pipe, adapter, tiny):
@@ -108,11 +111,45 @@ def test_embeds_that_nobody_encoded_are_told_and_clip_skip_is_followed(pipe, ada
     embeds = adapter.embeds(PROMPT, "a house")
     strange = {**embeds, "prompt_embeds": embeds["prompt_embeds"] * 1.001}
     with pytest.raises(MountError, match=r"row 1 of the \[2, 77, \d+\] text states .* no prompt that clip_l has encoded"):
-        XL_picture(pipe, prompt=None, **strange)
+        drawn_of(pipe, strange)
     other = {**embeds, "prompt_embeds": embeds["prompt_embeds"].clone()}
     other["prompt_embeds"][..., stable_diffusion.CLIP_L :] *= 1.001
     with pytest.raises(MountError, match="no prompt that clip_g has encoded"):
-        XL_picture(pipe, prompt=None, **other)
+        drawn_of(pipe, other)
     skipped = picture(XL, pipe, PROMPT, clip_skip=1)
     adapter.disable_concepts()
     assert not torch.equal(skipped, picture(XL, pipe, PROMPT, clip_skip=1))
+
+
+def test_rows_of_both_roles_are_given_at_once_and_take_gradients(pipe, adapter, tiny, tmp_path):
+    """What is taught is what is served, bit for bit."""
+    start = tiny.concept(adapter, TRIGGER, config=ConceptConfig(mounts=("value",), bands=2))
+    embeds = adapter.embeds([PROMPT, PLAIN])
+    states, pooled, modules = embeds["prompt_embeds"], embeds["pooled_prompt_embeds"], {}
+    pipe.unet.requires_grad_(False)
+
+    def call(given):
+        conditions = {"text_embeds": pooled, "time_ids": torch.zeros(2, 6)}
+        noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+        return pipe.unet(noise, torch.tensor([900, 900]), given, added_cond_kwargs=conditions).sample
+
+    with ExitStack() as held:
+        for role, columns in COLUMNS.items():
+            ids = ids_of(pipe, role, [PROMPT, PLAIN])
+            spans = adapter.spans(start, ids, role)
+            captions = CaptionBatch(states[..., slice(*columns)], spans, adapter.mounts[role].module, ids, spans, (0, 1))
+            modules[role] = ConceptRows(start, role, adapter.contexts[role].layout)
+            _, rows, _ = modules[role](captions, (900, 900), torch.float32)
+            held.enter_context(adapter.contexts[role].held())
+            held.enter_context(adapter.contexts[role].giving(states, rows))
+        said = call(states)
+    said[0].square().sum().backward()
+    for role, module in modules.items():
+        start = module.concept(start, role, dict(module.named_parameters()))
+        used = [k for k, mount in enumerate(module.mounts) if mount.endswith(".2of2")]
+        assert module.rows.grad[used].flatten(1).ne(0).any(1).all()
+    adapter.load_concept(start)
+    with torch.no_grad():
+        served = call(adapter.embeds([PROMPT, PLAIN])["prompt_embeds"])
+        adapter.disable_concepts()
+        assert torch.equal(said, served) and not torch.equal(served[0], call(states)[0]) and torch.equal(served[1], call(states)[1])

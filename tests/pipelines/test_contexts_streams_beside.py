@@ -3,6 +3,7 @@ compiling, offloading, copies.
 """
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -154,3 +155,29 @@ def test_two_concepts_in_one_prompt_do_not_share_state(tiny):
     both = picture(entry, pipe, f"{PROMPT} and a blue dog")
     adapter.set_concepts("vortex")
     assert not torch.equal(both, picture(entry, pipe, f"{PROMPT} and a blue dog"))
+
+
+def test_a_pipeline_that_shares_the_parts_of_one_that_is_gone(tiny):
+    entry, pipe, adapter, _ = made("stable-diffusion-3", tiny)
+    ours = picture(entry, pipe, PROMPT)
+    other = type(pipe).from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    del pipe
+    gc.collect()
+    with pytest.raises(TinyEngramError, match="the pipeline of this adapter is gone"):
+        _ = adapter.pipe
+    assert torch.equal(ours, picture(entry, other, PROMPT))
+
+
+def test_what_a_tensor_is_known_by_goes_with_it(tiny):
+    """Nothing is kept of prompts that are gone, and steps after the first look nothing up."""
+    entry, pipe, adapter, _ = made("pixart:sigma", tiny)
+    contexts = adapter.contexts["t5"]
+    looked: list[Any] = []
+    real = contexts._make_streams
+    contexts._make_streams = lambda call: looked.append(call) or real(call)
+    picture(entry, pipe, PROMPT, num_inference_steps=4)
+    assert len(looked) == 1
+    looked.clear()
+    gc.collect()
+    assert not contexts._entries
