@@ -15,7 +15,7 @@ import torch
 
 from tiny_engram.maps import GivenMaps
 from tiny_engram.mount_names import band_at, context_name, map_name
-from tiny_engram.residual import Spans, moved, spread
+from tiny_engram.residual import SpanRuns, Spans, moved, spread
 from tiny_engram.store import Fired, FiredMaps, Plan
 
 __all__ = [
@@ -214,7 +214,7 @@ class FiredGroup:
         flat = [one.spans.flat() for one in each]
         self._batch, self._time = (torch.cat([x[k] for x in flat]) for k in (0, 1))
         self._time = self._time + start
-        self._length = torch.cat([one.spans.length for one in each])
+        self._runs = SpanRuns.of(torch.cat([one.spans.length for one in each]), device)
         self._at = self._batch.to(device), self._time.to(device)
         sides = _sides(each, width=width, device=device)
         gates = [torch.cat([getattr(one, name) for one in each]).to(device) for name in ("gain", "bias", "scale")]
@@ -227,7 +227,7 @@ class FiredGroup:
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """The states at all spans with what is added, `[N, width]` in the type of `tensor`."""
         own = tensor if self._columns is None else tensor[..., slice(*self._columns)]
-        return moved(own[self._at], self._length, *self._added)
+        return moved(own[self._at], self._runs, *self._added)
 
     def put(self, tensor: torch.Tensor, chosen: tuple[Chosen, ...], values: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` with those of `values` that belong to the chosen mounts and rows; differentiable."""
