@@ -99,6 +99,10 @@ class ContextLayout:
         """Does a concept add to whatever a place reads, as it is read? Otherwise all places read one tensor, and it is known before."""
         return bool(self.readings) or self.columns is not None
 
+    def width_at(self, place: str, states: torch.Tensor) -> int:
+        """Width of what a role adds to at a place, where its states are `[..., width]`."""
+        return self.readings[place].width if place in self.readings else states.shape[-1]
+
     def places_of(self, name: str) -> tuple[str, ...]:
         """What a denoiser has to go through for a mount to be read, or for a map to add something: places, or the map itself."""
         return (name,) if map_name(name) is not None else self._places[name]

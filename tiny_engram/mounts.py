@@ -208,7 +208,9 @@ class EncoderMounts(HookSet):
             if self._noted:
                 # clip_skip reads an earlier entry, in pipelines with CLIP alone.
                 earlier = str(getattr(self.module.config, "model_type", "")).startswith("clip")
-                for states in states_read(result, self._reads, earlier=earlier):
+                found = states_read(result, self._reads, earlier=earlier)
+                # Of several that stand side by side the first is enough to know a row by.
+                for states in found if isinstance(self._reads, int) else found[:1]:
                     self._note(states)
             return result
         hidden = last_hidden_state(output)

@@ -26,7 +26,7 @@ from tiny_engram.context_plan import (
 from tiny_engram.encoded_positions import FoundRow
 from tiny_engram.hooks import MountError
 from tiny_engram.maps import GivenMaps
-from tiny_engram.residual import Spans, apply_spans
+from tiny_engram.residual import SpanRuns, Spans, moved
 from tiny_engram.store import Fired, FiredMaps, Plan
 
 __all__ = ["GivenRows", "RowsAtPlace", "StreamContexts", "state_of", "where_consumed"]
@@ -53,14 +53,14 @@ def where_consumed(plan: Plan, rows: Sequence[FoundRow], offset: int) -> tuple[d
             starts = [place(*triple) for triple in triples]
             there = torch.tensor([start is not None for start in starts])
             if bool(there.any()):
-                moved = picked(fired, there, spans.batch[there])
+                kept = picked(fired, there, spans.batch[there])
                 start = torch.tensor([start for start in starts if start is not None])
-                by_mount.setdefault(mount, []).append(replace(moved, spans=replace(moved.spans, start=start)))
+                by_mount.setdefault(mount, []).append(replace(kept, spans=replace(kept.spans, start=start)))
     maps: list[FiredMaps] = []
     for one in plan.maps:
-        kept = tuple((row, begin, length) for row, start, length in one.spans if (begin := place(row, start, length)) is not None)
-        if kept:
-            maps.append(replace(one, spans=kept))
+        triples = tuple((row, begin, length) for row, start, length in one.spans if (begin := place(row, start, length)) is not None)
+        if triples:
+            maps.append(replace(one, spans=triples))
     return by_mount, tuple(maps)
 
 
@@ -176,11 +176,12 @@ class StreamContexts(_Streaming):
 
 @dataclass(frozen=True, slots=True)
 class RowsAtPlace:
-    """What training adds at one place: spans (of those samples that have rows there), rows float32 `[N, columns, head_dim]`, gain, bias
-    and scale (strength * rho) float32 `[N]`."""
+    """What training adds at one place: spans, N positions in all, of those samples that have rows there; what `residual.spread` makes of
+    these, key and value float32 `[N, width]`; gain, bias and scale (strength * rho) float32 `[N]`."""
 
     spans: Spans
-    rows: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     gain: torch.Tensor
     bias: torch.Tensor
     scale: torch.Tensor
@@ -194,13 +195,14 @@ class GivenRows(_Streaming):
         length: of the text in what the denoiser is given, of each sample.
     """
 
-    def __init__(self, rows: Mapping[str, RowsAtPlace], layout: ContextLayout, lengths: Sequence[int], *, basis_seed: int) -> None:
+    def __init__(self, rows: Mapping[str, RowsAtPlace], layout: ContextLayout, lengths: Sequence[int]) -> None:
         super().__init__(layout, lengths, lambda: "the denoiser")
-        self.rows, self._basis_seed = dict(rows), basis_seed
+        self.rows = dict(rows)
+        self._found: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor, SpanRuns]] = {}
 
     def with_maps(self, maps: Sequence[GivenMaps]) -> "GivenRows":
         """The same with maps, whose batch and time are those of what the key projections read."""
-        made = GivenRows(self.rows, self._layout, self._lengths, basis_seed=self._basis_seed)
+        made = GivenRows(self.rows, self._layout, self._lengths)
         made._maps = tuple(maps)
         return made
 
@@ -210,8 +212,13 @@ class GivenRows(_Streaming):
             return None
         spans, columns, ahead = added.spans, self._layout.columns, self._layout.offset
         start = ahead + self._start(place, tensor, ahead + int((spans.start + spans.length).max()))
+        key = id(spans), start, tensor.device
+        if key not in self._found:
+            batch, time, _ = spans.flat()
+            runs = SpanRuns.of(spans.length, tensor.device)
+            self._found[key] = batch.to(tensor.device), (time + start).to(tensor.device), runs
+        batch, time, runs = self._found[key]
         own = tensor if columns is None else tensor[..., slice(*columns)]
-        made = apply_spans(
-            own, replace(spans, start=spans.start + start), added.rows, added.gain, added.bias, added.scale, basis_seed=self._basis_seed
-        )
+        gates = (x.to(tensor.device) for x in (added.gain, added.bias, added.scale))
+        made = own.index_put((batch, time), moved(own[batch, time], runs, added.key, added.value, *gates))
         return made if columns is None else tensor.slice_scatter(made, -1, *columns)

@@ -14,7 +14,7 @@ from tiny_engram.config import BLOCK, INPUT, SPAN
 from tiny_engram.context_plan import ContextLayout
 from tiny_engram.mount_names import band_at, context_name
 from tiny_engram.quantization import fake_quantize
-from tiny_engram.residual import Spans, apply_concept, apply_spans
+from tiny_engram.residual import Spans, apply_concept, apply_spans, spread
 from tiny_engram.stream_contexts import GivenRows, RowsAtPlace
 from tiny_engram.training.cache import CaptionBatch
 from tiny_engram.training.class_word import Start
@@ -131,20 +131,28 @@ class ConceptRows(nn.Module):
         return {place: stacked[k] for k, shared in enumerate(self._shared) for place in shared.places}
 
     def _given(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> GivenRows:
-        """The rows that each place adds, of each sample those of its band."""
+        """The rows that each place adds, of each sample those of its band; all of one width are spread in one pass."""
         where = list(zip(*(x.tolist() for x in (spans.batch, spans.start, spans.length, spans.offset)), strict=True))
-        found: dict[str, RowsAtPlace] = {}
+        asked: dict[int, list[tuple[_Shared, Spans, torch.Tensor]]] = {}
         for shared in self._shared:
             bands = [shared.mounts.get(band_at(timesteps[sample], shared.bands, self._timesteps)) for sample, *_ in where]
             own = [(span, mount) for span, mount in zip(where, bands, strict=True) if mount is not None]
-            kept = Spans.of(span for span, _ in own)
-            mount_of = torch.tensor([mount for (_, _, length, _), mount in own for _ in range(length)], dtype=torch.int64)
-            at = mount_of.to(rows.device), kept.flat()[2].to(rows.device)
-            columns = self._columns[next(iter(shared.mounts.values()))]
-            scale = torch.tensor(self.rho)[mount_of]
-            made = RowsAtPlace(kept, rows[at][:, :columns], self.gain[at], self.bias[at], scale)
-            found |= dict.fromkeys(shared.places, made)
-        return GivenRows(found, self._layout, [states.shape[1]] * len(states), basis_seed=self.basis_seed)
+            if own:
+                mounts = torch.tensor([mount for (_, _, length, _), mount in own for _ in range(length)])
+                asked.setdefault(self._layout.width_at(shared.places[0], states), []).append(
+                    (shared, Spans.of(at for at, _ in own), mounts)
+                )
+        found: dict[str, RowsAtPlace] = {}
+        for width, parts in asked.items():
+            mounts = torch.cat([mounts for _, _, mounts in parts])
+            at = mounts.to(rows.device), torch.cat([kept.flat()[2] for _, kept, _ in parts]).to(rows.device)
+            columns = self._columns[int(mounts[0])]
+            sides = spread(rows[at][:, :columns], width=width, basis_seed=self.basis_seed)
+            values = (*sides, self.gain[at], self.bias[at], torch.tensor(self.rho)[mounts])
+            sizes = [len(mounts) for _, _, mounts in parts]
+            for (shared, kept, _), split in zip(parts, zip(*(x.split(sizes) for x in values), strict=True), strict=True):
+                found |= dict.fromkeys(shared.places, RowsAtPlace(kept, *split))
+        return GivenRows(found, self._layout, [states.shape[1]] * len(states))
 
     def factors(self, blocks: torch.Tensor) -> Factors:
         """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`."""
