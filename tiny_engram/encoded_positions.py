@@ -42,15 +42,21 @@ def _keys(width: int, device: torch.device) -> torch.Tensor:
 
 
 def position_digests(states: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """A number for each state of `[..., time, width]`, int64 `[..., time]`, equal for any float type that holds the values exactly; and
-    which of them are not zero, bool. Computed where the states are: only the numbers are copied.
+    """A number for each state of `[batch, time, width]` or `[time, width]`, int64 `[batch, time]` or `[time]`, equal for any float type that
+    holds the values exactly; and which of them are not zero, bool. Computed where the states are: only the numbers are copied.
     """
-    values = states.detach().float() + 0.0  # -0.0 becomes 0.0: masks make both
+    rows = states.detach() if states.dim() == 3 else states.detach()[None]
+    each = [_row_digests(row) for row in rows]  # one by one: whole batches of 64-bit integers would take much memory
+    digests, there = (torch.stack(parts).cpu().numpy() for parts in zip(*each, strict=True))
+    return (digests, there) if states.dim() == 3 else (digests[0], there[0])
+
+
+def _row_digests(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values = states.float() + 0.0  # -0.0 becomes 0.0: masks make both
     words = values.view(torch.int32).long()
     keys = _keys(states.shape[-1], states.device)
     mixed = (words + keys[0]) * MIXER
-    digests = ((mixed ^ (mixed >> 32)) * keys[1]).sum(-1)
-    return digests.cpu().numpy(), (values != 0).any(-1).cpu().numpy()
+    return ((mixed ^ (mixed >> 32)) * keys[1]).sum(-1), (values != 0).any(-1)
 
 
 class EncodedPositions:
