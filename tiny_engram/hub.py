@@ -5,7 +5,7 @@ The only module that talks to the Hub, imported where a source is no local path.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, unquote
@@ -146,7 +146,7 @@ def list_files(place: Place, subfolder: str | None = None) -> list[str]:
             paths = [PurePosixPath(each.rfilename) for each in found]
             return [path.name for path in paths if path.parent == folder]
         except HubError as error:
-            if isinstance(error.__cause__, HfHubHTTPError):  # it answered
+            if _answered(error):
                 raise
             try:
                 cached = _cached_folder(place)
@@ -154,6 +154,12 @@ def list_files(place: Place, subfolder: str | None = None) -> list[str]:
                 raise error from error.__cause__
     inside = cached / folder
     return [path.name for path in inside.iterdir() if path.is_file()] if inside.is_dir() else []
+
+
+def _answered(error: HubError) -> bool:
+    """Did the Hub say no, rather than nothing, or that it is ill?"""
+    cause = error.__cause__
+    return isinstance(cause, HfHubHTTPError) and cause.response.status_code < 500
 
 
 def _cached_folder(place: Place) -> Path:
@@ -166,12 +172,23 @@ def _cached_folder(place: Place) -> Path:
 
 
 def fetch(place: Place, file: str, *, most_bytes: int) -> Path:
-    """A file of the repo, from the cache if the Hub's is the same; its size is asked for before it is downloaded.
+    """A file of the repo, from the cache if the Hub's is the same or cannot be had; its size is asked for before it is downloaded.
 
     Raises HubError: no such repo, revision or file, no access, no connection and no copy in the cache, more than `most_bytes`.
     """
-    what = place.address(file)
-    api = _api(place.token)
+    try:
+        return _fetch(place, file, most_bytes)
+    except HubError as error:
+        if place.offline or place.force_download or _answered(error):
+            raise
+        try:
+            return _fetch(replace(place, local_files_only=True), file, most_bytes)
+        except HubError:
+            raise error from error.__cause__
+
+
+def _fetch(place: Place, file: str, most_bytes: int) -> Path:
+    what, api = place.address(file), _api(place.token)
     options = {"revision": place.revision, "cache_dir": place.cache_dir, "local_files_only": place.local_files_only}
     options["force_download"] = place.force_download and not place.offline
     seen = _asked(place, what, lambda: api.hf_hub_download(place.repo_id, file, dry_run=True, **options))

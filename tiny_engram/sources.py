@@ -66,13 +66,18 @@ def source_file(
     *,
     weight_name: str | None = None,
     subfolder: str | None = None,
-    **options: Unpack[HubOptions],
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
 ) -> tuple[Path, str | None]:
     """The file of a source, and its address if it lies on the Hub ("hf://user/repo/name.safetensors"), else None.
 
     Args:
         source: a file; a folder; "user/repo"; or "hf://user/repo[@revision][/file.safetensors]", which says it all in one text.
         weight_name, subfolder: the file in a folder or a repo. Without a name there must be one .safetensors file.
+        revision, token, cache_dir, local_files_only, force_download: see HubOptions.
 
     Raises TinyEngramError: nothing there, several files to choose from, a name that is no .safetensors file or leaves the folder.
     """
@@ -90,11 +95,17 @@ def source_file(
         if weight_name or subfolder:
             raise TinyEngramError(f"{text}: weight_name and subfolder choose in a folder or a repo, and this is neither; leave them out")
         return path, None
+    options: HubOptions = {
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+        "force_download": force_download,
+    }
     if text.startswith("hf://"):
-        return _on_the_hub(*_split(text, weight_name, subfolder, options.get("revision")), options)
+        return _on_the_hub(*_split(text, weight_name, subfolder, revision), options)
     if _ID.fullmatch(text) and not text.endswith(SUFFIX):
         try:
-            return _on_the_hub(text, options.get("revision"), weight_name, subfolder, options)
+            return _on_the_hub(text, revision, weight_name, subfolder, options)
         except TinyEngramError as error:
             raise type(error)(f"{text}: no such path here; {error}") from error
     raise ConceptFileError(f"{text}: does not exist; expected a concept file, a folder that holds one, or a Hub id 'user/repo'")
@@ -121,14 +132,7 @@ def _split(
 def _on_the_hub(repo: str, revision: str | None, weight_name: str | None, subfolder: str | None, options: HubOptions) -> tuple[Path, str]:
     from tiny_engram import hub
 
-    place = hub.Place(
-        repo_id=repo,
-        revision=revision,
-        token=options.get("token"),
-        cache_dir=options.get("cache_dir"),
-        local_files_only=options.get("local_files_only", False),
-        force_download=options.get("force_download", False),
-    )
+    place = hub.Place(**{**options, "repo_id": repo, "revision": revision})
     if weight_name is None:
         names = [name for name in hub.list_files(place, subfolder) if name.endswith(SUFFIX)]
         weight_name = _only(names, place.address(subfolder or ""))
