@@ -21,8 +21,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.triggers import CompiledTrigger
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo
-
+    from tiny_engram.hub import CommitInfo
     from tiny_engram.sharing import ShareOptions
 
 __all__ = ["Concept", "ConceptFileError", "MapFactors", "MountRows", "RoleRows"]

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -28,10 +28,7 @@ from huggingface_hub.utils import validate_repo_id
 from tiny_engram import __version__
 from tiny_engram.errors import TinyEngramError
 
-if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo
-
-__all__ = ["HubError", "Place", "commit_files", "fetch", "list_files", "open_repo", "read_text", "split_address"]
+__all__ = ["CommitInfo", "HubError", "Place", "commit_files", "fetch", "list_files", "open_repo", "read_text", "split_address"]
 
 _ADDRESS = re.compile(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(.+))?")
 LOGIN = "log in by `hf auth login` or give token="
@@ -200,6 +197,8 @@ def _fetch(place: Place, file: str, most_bytes: int) -> Path:
 def open_repo(place: Place, *, private: bool | None = None) -> str:
     """Make the repo, and the branch, if they are not there; returns the commit that a push will follow. Raises HubError."""
     what, api = place.address(), _api(place.token)
+    if place.offline:
+        raise HubError(f"{what}: HF_HUB_OFFLINE=1 keeps this process off the Hub; push without it")
     _asked(place, what, lambda: api.create_repo(place.repo_id, private=private, exist_ok=True))
     if place.revision is not None and not place.revision.startswith("refs/"):
         branch = place.revision
@@ -220,7 +219,7 @@ def read_text(place: Place, file: str, *, most_bytes: int) -> str | None:
         raise
 
 
-def commit_files(place: Place, folder: Path, files: Sequence[str], *, message: str, parent: str, create_pr: bool = False) -> "CommitInfo":
+def commit_files(place: Place, folder: Path, files: Sequence[str], *, message: str, parent: str, create_pr: bool = False) -> CommitInfo:
     """Write these files of a local folder to the repo in one commit on top of `parent`. Raises HubError; nothing is written then."""
     adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files]
     return _asked(

@@ -24,7 +24,7 @@ from tiny_engram.files import file_name_of, write_atomically
 from tiny_engram.model_card import CARD
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo
+    from tiny_engram.hub import CommitInfo
 
 __all__ = ["Picture", "Shared", "ShareOptions", "push_to_hub", "save_pretrained"]
 
@@ -88,9 +88,9 @@ def save_pretrained(concepts: Shared | Sequence[Shared], folder: str | PathLike[
     """
     batch = _batch(concepts, **options)
     target = Path(folder)
+    there = _card_in(target)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        there = (target / CARD).read_text(encoding="utf-8", errors="replace") if (target / CARD).is_file() else None
     except OSError as error:
         raise TinyEngramError(f"{target}: cannot write there ({error.strerror or error}); choose another folder") from error
     present = {path.relative_to(target).as_posix() for path in (*target.glob("*.safetensors"), *target.glob("images/*"))}
@@ -161,10 +161,17 @@ def _batch(
             if item.file.casefold() == other.file.casefold():
                 raise TinyEngramError(f"two concepts would be {item.file!r}; give one another name by with_details(name=...)")
     folders = [Path(each) for each in given if not isinstance(each, Concept) and Path(each).is_dir()]
-    cards = [(folder, (folder / CARD).read_text(encoding="utf-8", errors="replace")) for folder in folders if (folder / CARD).is_file()]
+    cards = [(folder, text) for folder in folders if (text := _card_in(folder)) is not None]
     stem = items[0].file.removesuffix(".safetensors")
     shots = [_shot(each, f"images/{stem}-{k}", items[0].concept.trigger) for k, each in enumerate(pictures)]
     return _Batch(items, shots, cards, base_model, license, replace_card)
+
+
+def _card_in(folder: Path) -> str | None:
+    try:
+        return (folder / CARD).read_text(encoding="utf-8", errors="replace") if (folder / CARD).is_file() else None
+    except OSError as error:
+        raise TinyEngramError(f"{folder / CARD}: cannot read the file ({error.strerror or error})") from error
 
 
 def _items(source: Shared) -> list[_Item]:

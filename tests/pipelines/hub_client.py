@@ -35,9 +35,7 @@ class HubClient:
     def __call__(self, code: str, **names: Any) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
         names = {k: str(v) if isinstance(v, Path) else v for k, v in names.items()}
-        self.process.stdin.write(
-            json.dumps({"code": code, "names": {k: str(v) if isinstance(v, Path) else v for k, v in names.items()}}) + "\n"
-        )
+        self.process.stdin.write(json.dumps({"code": code, "names": names}) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
         self.said = answer["said"]

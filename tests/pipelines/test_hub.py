@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shlex
 
 import pytest
 import yaml
@@ -362,7 +363,7 @@ def test_private_repos_branches_and_pull_requests(hub, push, load, online, tmp_p
     assert "zqx.safetensors" not in hub.repos["bob/open"].files()
 
 
-def test_pushes_that_are_refused(hub, push, concepts, tmp_path):
+def test_pushes_that_are_refused(hub, push, online, offline, concepts, tmp_path):
     hub.add("bob/theirs", {})
 
     def refused(words: str, *given: str, **options) -> None:
@@ -374,6 +375,10 @@ def test_pushes_that_are_refused(hub, push, concepts, tmp_path):
     refused("'shared' is no repo id of the Hub, expected 'user/repo'", "zqx", repo="shared")
     hub.tokens.pop("t-ann")
     refused("hf://ann/shared: the Hub does not take the token", "zqx")
+    code = "import tiny_engram\ntiny_engram.push_to_hub(given, 'ann/shared', token=False)"
+    for client, words in ((online, "the Hub does not take the token, or wants one"), (offline, "HF_HUB_OFFLINE=1 keeps this process")):
+        with pytest.raises(ClientError, match=f"hf://ann/shared: {words}"):
+            client(code, given=str(tmp_path / "zqx.safetensors"))
     hub.requests.clear()
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     refused("junk.safetensors: not a sound safetensors file", str(tmp_path / "junk.safetensors"))
@@ -427,3 +432,33 @@ def test_the_command_line(hub, online, concepts, tmp_path, saved_pipe):
         and online.said.count("\n") == 1
     )
     assert online(run, argv=["push", "nowhere", "ann/shell"]) == 2 and "nowhere: does not exist" in online.said
+
+
+@pytest.fixture
+def as_ann(online, tmp_path):
+    """The process in a folder of its own, logged in."""
+    yield online("import os\nos.environ['HF_TOKEN'] = 't-ann'\nos.chdir(folder)", folder=tmp_path)
+    online("import os\nos.chdir(folder)\nos.environ.pop('HF_TOKEN')", folder="/")
+
+
+def test_the_guide_runs_as_it_stands(hub, online, as_ann, repo_root, tiny, attached, saved_pipe, tmp_path):
+    page = (repo_root / "docs" / "sharing.md").read_text()
+    _, adapter = attached
+    (tmp_path / "out" / "duck").mkdir(parents=True)
+    tiny.concept(adapter, "zed-quack").save(tmp_path / "out" / "duck" / "concept.safetensors")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    drawn = 'pipe("a flat zed-quack on a green background"'
+    assert '"assets/bases/emoji-sd"' in code and drawn in code
+    code = code.replace('"assets/bases/emoji-sd"', "model").replace(drawn, f"{drawn}, num_inference_steps=1")
+    listed = "\nimport os\n[*sorted(os.listdir('out/shared')), type(pipe).__name__]"
+    assert online(code + listed, model=saved_pipe) == ["README.md", "images", "zed-quack.safetensors", "StableDiffusionPipeline"]
+    assert online.said.strip().endswith(hub.repos["ann/zed-quack"].refs["main"])
+    files = hub.repos["ann/zed-quack"].files()
+    assert set(files) == {".gitattributes", "README.md", "zed-quack.safetensors", "images/zed-quack-0.png"}
+    (shell,) = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for line in shell.splitlines():
+        argv = shlex.split(line)[1:]
+        argv[1:1] = ["--model", str(saved_pipe), "--device", "cpu"] if argv[0] in ("generate", "explain") else []
+        argv += ["--num_inference_steps", "1"] if argv[0] == "generate" else []
+        assert online("from tiny_engram.cli import main\nmain(argv)", argv=argv) == 0, online.said
+    assert (tmp_path / "again.png").exists() and len(hub.repos["ann/zed-quack"].commits) == 3
