@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# the trigger of a concept that is read from `source` with `options`
+LOAD = "from tiny_engram.sources import load_source\nload_source(source, **options).trigger"
 ROOT = Path(__file__).resolve().parents[2]
 
 
