@@ -42,8 +42,8 @@ def _keys(width: int, device: torch.device) -> torch.Tensor:
 
 
 def position_digests(states: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """A number for each state of `[batch, time, width]` or `[time, width]`, int64 `[batch, time]` or `[time]`, equal for any float type that
-    holds the values exactly; and which of them are not zero, bool. Computed where the states are: only the numbers are copied.
+    """A number for each state of `[batch, time, width]` or `[time, width]`, int64 `[batch, time]` or `[time]`, equal for any float type
+    that holds the values exactly; and which of them are not zero, bool. Computed where the states are: only the numbers are copied.
     """
     rows = states.detach() if states.dim() == 3 else states.detach()[None]
     each = [_row_digests(row) for row in rows]  # one by one: whole batches of 64-bit integers would take much memory
