@@ -67,7 +67,7 @@ def test_equal_states_of_padding_do_not_shift_a_row():
     made[:, 6:] = made[:, 6:7]
     found.note(torch.arange(12)[None], made)
     (row,) = found.find(made)
-    assert (row.shift, row.first, row.end) == (0, 0, 12)
+    assert row is not None and (row.shift, row.first, row.end) == (0, 0, 12)
 
 
 def test_several_entries_side_by_side(known):

@@ -187,8 +187,8 @@ class MapMounts:
                     f"expected those of {list(one.fired.shape)} text states, so maps cannot follow; use attention that keeps them"
                 )
             bias = None if mask is None else one.at_rows(self._bias(mask, one.fired.shape))
-            scale = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
-            mass = attention_mass(one.at_rows(query), one.at_rows(key), one.at_rows(one.fired), heads=heads, scale=scale, bias=bias)
+            by = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
+            mass = attention_mass(one.at_rows(query), one.at_rows(key), one.at_rows(one.fired), heads=heads, scale=by, bias=bias)
             if f"attention.{i}" in one.factors:
                 x = one.add_at_rows(x, map_attention(one.at_rows(states), mass, *one.factors[f"attention.{i}"]))
             if f"feedforward.{i}" in one.factors:

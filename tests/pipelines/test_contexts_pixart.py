@@ -245,7 +245,7 @@ def test_what_is_taught_is_what_is_served_and_checkpoints_give_the_same_gradient
                 said = call(pipe, states, mask, timesteps)
             said.square().sum().backward()
         assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in module.parameters())
-        found.append((said.detach(), {name: p.grad.clone() for name, p in module.named_parameters()}))
+        found.append((said.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}))
     pipe.transformer.disable_gradient_checkpointing()
     pipe.transformer.eval()
     for name, gradient in found[0][1].items():
