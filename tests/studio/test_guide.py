@@ -30,7 +30,8 @@ def test_its_program(guide, page_url, opened_studio, repo_root, tmp_path, monkey
         (r'"http://127\.0\.0\.1:7860"', f'"{page_url}", download_files="{tmp_path / "client"}"'),
         (
             r'options=\{"max_train_steps": \d+',
-            'options={"max_train_steps": 2, "train_batch_size": 1, "validation_steps": 0, "validation_inference_steps": 2',
+            'options={"max_train_steps": 2, "train_batch_size": 1, "validation_steps": 0'
+            ', "validation_inference_steps": 2',
         ),
         (r"steps=25", "steps=2"),
     ):
