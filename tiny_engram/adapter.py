@@ -48,24 +48,27 @@ def find_adapter(pipe: Any) -> EngramAdapter | None:
     return next((owner for owner in owners if isinstance(owner, EngramAdapter)), None)
 
 
-def attach(pipe: Any) -> EngramAdapter:
+def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     """Carry concepts on a pipeline; probes that what the denoiser consumes follows them.
+
+    family: a `tiny_engram.pipelines.family.Family` that describes the pipeline; None takes the one that its class belongs to.
 
     Raises:
         TinyEngramError: unknown kind of pipeline, no text encoder, or an adapter is there already (also through a shared encoder).
         MountError: the probe found an encoder whose states do not reach the denoiser.
     """
     families = import_module("tiny_engram.pipelines.families")
-    family = families.family_of(pipe)
+    family = family or families.family_of(pipe)
     if family is None:
         raise TinyEngramError(
-            f"{type(pipe).__name__} is no pipeline that concepts can be attached to; known: {', '.join(families.known_pipelines())}"
+            f"{type(pipe).__name__} is no pipeline that concepts can be attached to; describe it (docs/pipelines.md), or use one of: "
+            f"{', '.join(families.known_pipelines())}"
         )
     if all(getattr(pipe, spec.encoder, None) is None for spec in family.encoders):
         raise TinyEngramError(
             f"this {type(pipe).__name__} has no text encoder ({', '.join(s.encoder for s in family.encoders)}); load one first"
         )
-    for attribute in (*(spec.encoder for spec in family.encoders), family.denoiser):
+    for attribute in (*(spec.encoder for spec in family.encoders), *family.denoisers):
         if getattr(pipe, attribute, None) is not None:
             remove_strays(getattr(pipe, attribute))
     if find_adapter(pipe) is not None:

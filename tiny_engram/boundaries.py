@@ -27,6 +27,7 @@ REASONS = {
 }
 
 WORD_END, WORD_START, SPACE_BYTE = "</w>", "\u2581", "\u0120"
+PIECE = "##"  # WordPiece: what goes on a word
 NONE, LETTER, DIGIT, UNDERSCORE, PUNCTUATION = 0, 1, 2, 3, 4
 # Words of one or two letters that stand beside a number often enough ("vortex-9 on a table") to be taken as words, not as a
 # suffix ("vortex-9s", "vortex-9th", "vortex-9x").
@@ -67,8 +68,10 @@ def class_of_char(char: str) -> int:
     return {"L": LETTER, "N": DIGIT}.get(major, PUNCTUATION)
 
 
-def text_of_token(token: str, byte_level: bool) -> str:
+def text_of_token(token: str, byte_level: bool, word_pieces: bool = False) -> str:
     """The characters a token stands for, U+FFFD where its bytes hold only a part of one."""
+    if word_pieces:
+        return token.removeprefix(PIECE)
     token = token.removesuffix(WORD_END) if byte_level else token.replace(WORD_START, " ")
     if not byte_level:
         return token
@@ -107,6 +110,7 @@ class EdgeTables:
         ends = sum(token.endswith(WORD_END) for token in vocab)
         starts = sum(token.startswith(WORD_START) for token in vocab)
         spaces = sum(token.startswith(SPACE_BYTE) for token in vocab)
+        word_pieces = sum(token.startswith(PIECE) for token in vocab) > max(ends, starts, spaces)
         marks_ends = ends > max(starts, spaces)
         mark = WORD_START if starts >= spaces else SPACE_BYTE
         byte_level = marks_ends or mark == SPACE_BYTE
@@ -122,9 +126,11 @@ class EdgeTables:
             if i in special:
                 continue
             outer[i] = False
-            text = token if i in added else text_of_token(token, byte_level)
+            text = token if i in added else text_of_token(token, byte_level, word_pieces)
             if marks_ends:
                 joins_next[i] = i not in added and not token.endswith(WORD_END)
+            elif word_pieces:
+                joins_previous[i] = token.startswith(PIECE)
             else:
                 joins_previous[i] = not token.startswith(mark) and not text[:1].isspace()
             first[i] = class_of_char(text.lstrip()[0]) if text.strip() else NONE

@@ -10,13 +10,20 @@ FORMAT_VERSION = 2  # of the newest files; those that an older reader understand
 BLOCK = 32  # values under one e8m0 scale, as in kernels.block_quant
 SPAN = "span"  # the mount on an encoder's last hidden state
 INPUT = "input"  # the mount on an encoder's token embeddings
-ENCODER_MOUNTS = (INPUT, SPAN)  # in the order in which a prompt meets them; all others are context mounts
+POOLED = "pooled"  # the mount on an encoder's pooled vector, where that is all that is used of it
+DEEP = "deep"  # "deep.{i}" are the mounts on what an encoder's i-th layer reads
+ENCODER_MOUNTS = (INPUT, SPAN)  # those that are local, in the order in which a prompt meets them
 SHARES = ("none", "block")  # which cross-attentions have context rows in common
 MOST_BANDS = 4
 MOST_VALUES = 65_536  # of all rows of a position: any file may ask for more, which takes minutes to address or to spread
 MOST_COLUMNS = 128
 PAPER_EPS = 1.1920928955078125e-07  # torch's default eps of RMSNorm in float32
 V41_EPS = 1e-20
+
+
+def at_encoder(mount: str) -> bool:
+    """Is a mount at an encoder? All others are context mounts."""
+    return mount in (SPAN, INPUT, POOLED) or mount.partition(".")[0] == DEEP
 
 
 def need_int(config: Any, low: int, *names: str) -> None:
@@ -214,7 +221,7 @@ class ConceptConfig(JsonConfig):
 
     def rho_at(self, mount: str) -> float:
         """Bound of the residual at one mount."""
-        return self.rho if mount in ENCODER_MOUNTS or self.context_rho is None else self.context_rho
+        return self.rho if at_encoder(mount) or self.context_rho is None else self.context_rho
 
     def heads_at(self, width: int) -> int:
         """Heads for an encoder of this width: ``ceil(width / 64)`` with the defaults.

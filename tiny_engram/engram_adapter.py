@@ -6,26 +6,28 @@ and encoders weakly: nothing is kept alive, nothing is added to the module tree.
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from tiny_engram.adapter_reports import explain_prompts, registration_report
 from tiny_engram.concept import Concept
-from tiny_engram.config import ENCODER_MOUNTS, ConceptConfig
+from tiny_engram.config import ConceptConfig, at_encoder
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.explanation import Explanation, explain_prompt
+from tiny_engram.explanation import Explanation
 from tiny_engram.fitting import extend_concept, fit_concept
 from tiny_engram.hooks import MountError
 from tiny_engram.loaded import Loaded, LoadedConcepts
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import EncoderMounts
 from tiny_engram.probe import probe
-from tiny_engram.registration import RegistrationReport, report_role
+from tiny_engram.registration import RegistrationReport
 from tiny_engram.residual import Spans
 from tiny_engram.role_mounts import asked_of, mounts_at
+from tiny_engram.sources import Source, SourceOptions, load_source
 from tiny_engram.store import Plan, checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 from tiny_engram.watch import DenoiserWatch
@@ -38,6 +40,10 @@ logger = logging.getLogger(__name__)
 def _plain(module: Any) -> Any:
     """The module that torch.compile wrapped, or the module itself."""
     return getattr(module, "_orig_mod", module)
+
+
+def _texts(prompt: str | Sequence[str] | None) -> list[str]:
+    return [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
 
 
 class EngramAdapter:
@@ -57,6 +63,8 @@ class EngramAdapter:
         self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
         self._loaded = LoadedConcepts()
         self._denoiser = weakref.ref(_plain(getattr(pipe, family.denoiser)))
+        # Of these, concepts need not have rows: a pooled vector is not local.
+        self._optional = {spec.role for spec in family.encoders if spec.pooled}
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
@@ -145,49 +153,52 @@ class EngramAdapter:
     def _watched(self) -> list[str]:
         """Active concepts with rows at an encoder's own states: embeddings hold them as they were when the prompt was encoded."""
         places = {name: self._loaded[name].concept.roles.values() for name in self.get_active_concepts()}
-        return [name for name, roles in places.items() if any(place.mounts.keys() & ENCODER_MOUNTS for place in roles)]
+        return [name for name, roles in places.items() if any(at_encoder(mount) for place in roles for mount in place.mounts)]
 
     # -- concepts ------------------------------------------------------------------------------------------------------------
 
     def load_concept(
         self,
-        source: Concept | str | Path,
+        source: Source,
         name: str | None = None,
         strength: float = 1.0,
         *,
         rename: bool = False,
         trigger: str | None = None,
+        **options: Unpack[SourceOptions],
     ) -> str:
         """Load one concept and switch it on; returns the name it goes by.
 
         Args:
-            source: a Concept, or the path of a concept file.
+            source: a Concept; a concept file; a folder that holds one; or a Hub id "user/repo" (a path that exists comes first).
             name: the name here; None takes the file's.
             strength: factor of the residual; 0 is bit-identical to the base.
             rename: take "name-2" and so on if the name is taken, instead of raising.
             trigger: fire on this text instead of the file's; it must take as many tokens.
+            options: weight_name, subfolder, revision, token, cache_dir, local_files_only, force_download: see SourceOptions.
 
         Raises:
-            TinyEngramError: made for another tokenizer, width, set of encoders or denoiser; name or trigger taken; nothing is
-                loaded then.
+            TinyEngramError: not there or not open to us; made for another tokenizer, width, set of encoders or denoiser; name or
+                trigger taken; nothing is loaded then.
         """
         if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):
             raise TinyEngramError(
                 "this adapter was detached, so its concepts would not reach the pipeline; call tiny_engram.attach(pipe) and load them there"
             )
-        concept = source if isinstance(source, Concept) else Concept.load(source)
+        concept = load_source(source, **options)
         strength = checked_strength(strength)
         name = self._loaded.free_name(name or concept.name, rename)
-        compiled = fit_concept(name, concept, self.mounts, {role: at.layout for role, at in self.contexts.items()}, trigger)
-        if any(place.maps or place.mounts.keys() - ENCODER_MOUNTS for place in concept.roles.values()):
+        layouts = {role: at.layout for role, at in self.contexts.items()}
+        compiled = fit_concept(name, concept, self.mounts, layouts, trigger, optional=self._optional)
+        if any(place.maps or not all(map(at_encoder, place.mounts)) for place in concept.roles.values()):
             self._check_denoiser()
         if concept.base and self.base and concept.base != self.base:
             text = "concept %r was made on base %r, this pipeline is %r: tokenizer and width agree, results may differ"
             logger.warning(text, name, concept.base, self.base)
         added: list[str] = []
         try:
-            for role, mount in self.mounts.items():
-                place = concept.roles[role]
+            for role, place in concept.roles.items():
+                mount = self.mounts[role]
                 moved = mount.store.add(name, compiled[role], place.mounts, concept.config, strength, maps=place.maps)
                 added.append(role)
                 if moved:
@@ -205,8 +216,8 @@ class EngramAdapter:
     def _refresh(self, *names: str) -> None:
         """Bring the mounts in line with what these concepts' switches say."""
         for name in names:
-            for mount in self.mounts.values():
-                mount.store.set_strength(name, self._loaded.strength_now(name))
+            for role in self._loaded[name].concept.roles:
+                self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
@@ -237,9 +248,8 @@ class EngramAdapter:
     def unload_concept(self, name: str | None = None) -> None:
         """Remove one concept, or all of them; the base is bit-identical again."""
         for each in list(self._loaded) if name is None else [name]:
-            self._loaded.require(each)
-            for role, mount in self.mounts.items():
-                mount.store.remove(each)
+            for role in self._loaded[each].concept.roles:
+                self.mounts[role].store.remove(each)
                 self.contexts[role].settle()
             del self._loaded[each]
         self._watch.changed()
@@ -280,17 +290,8 @@ class EngramAdapter:
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
     ) -> RegistrationReport:
         """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
-        compiled = self.compile(trigger, aliases)
-        config = config or ConceptConfig()
-        mounts, maps = asked_of(config, self.mounts)
-        roles = {
-            role: report_role(role, compiled[role], mount.tokenizer, mount.store, config, mounts[role], maps[role])
-            for role, mount in self.mounts.items()
-        }
-        first = next(iter(compiled.values()))
-        taken = {owner for role, m in self.mounts.items() for owner in m.store.index.conflicts(compiled[role])}
-        warned = dict.fromkeys(w for c in compiled.values() for w in c.warnings)
-        return RegistrationReport(first.text, first.aliases, name or first.text, roles, self.absent, tuple(sorted(taken)), tuple(warned))
+        about = self.pipe, self.family, self.mounts, self.compile(trigger, aliases), config or ConceptConfig()
+        return registration_report(*about, name=name, absent=self.absent)
 
     def new_concept(
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
@@ -300,9 +301,9 @@ class EngramAdapter:
         Raises TinyEngramError for mounts or maps that the pipeline does not have.
         """
         config = config or ConceptConfig()
-        mounts, maps = asked_of(config, self.mounts)
+        mounts, maps = asked_of(config, self.mounts, self.family.refuses)
         return Concept.new(
-            self.compile(trigger, aliases),
+            {role: compiled for role, compiled in self.compile(trigger, aliases).items() if mounts[role] or maps[role]},
             widths={role: mount.store.width for role, mount in self.mounts.items()},
             fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
             mounts=mounts,
@@ -331,39 +332,23 @@ class EngramAdapter:
     def encode(
         self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Prompt embeds (and negative ones, if given) with the concepts in, as the denoiser takes them: `[batch, time, width]`."""
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        negative = None if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else list(negative_prompt)
+        """Prompt embeds (and negative ones, if given) with the concepts in, as the denoiser takes them: `[batch, time, width]`.
+
+        Of pipelines that take masks, pooled vectors or more beside them, `embeds` gives all.
+        """
+        embeds = self.embeds(prompt, negative_prompt, num_images_per_prompt)
+        return embeds["prompt_embeds"], None if negative_prompt is None else embeds["negative_prompt_embeds"]
+
+    def embeds(
+        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
+    ) -> Mapping[str, Any]:
+        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`."""
+        prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
-            embeds, negative_embeds = self.family.encode(self.pipe, prompts, negative, num_images_per_prompt)
-        return embeds, negative_embeds if negative is not None else None
+            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
-        pairs = [(text, False) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        negatives = [] if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else negative_prompt
-        pairs += [(text, True) for text in negatives]
-        active = self.get_active_concepts()
-        strengths = {name: self._loaded[name].strength for name in active}
-        found = []
-        for text, negative in pairs:
-            for role, mount in self.mounts.items():
-                off = [name for name in self._loaded if name not in strengths]
-                silent = {name: (self._loaded[name].compiled[role], self._loaded.why_off(name)) for name in off}
-                converted = self.pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(self.pipe, "maybe_convert_prompt") else text
-                found.append(
-                    explain_prompt(
-                        converted,
-                        role=role,
-                        negative=negative,
-                        tokenizer=mount.tokenizer,
-                        index=mount.store.index,
-                        strengths=strengths,
-                        mounts={name: mount.store.mounts_of(name) for name in strengths},
-                        maps={name: mount.store.maps_of(name) for name in strengths},
-                        silent=silent,
-                    )
-                )
-        return Explanation(tuple(found))
+        return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))

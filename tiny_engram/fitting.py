@@ -2,7 +2,7 @@
 context_plan, mount_names and mounts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -17,21 +17,33 @@ __all__ = ["extend_concept", "fit_concept"]
 
 
 def fit_concept(
-    name: str, concept: Concept, mounts: Mapping[str, EncoderMounts], layouts: Mapping[str, ContextLayout], trigger: str | None = None
+    name: str,
+    concept: Concept,
+    mounts: Mapping[str, EncoderMounts],
+    layouts: Mapping[str, ContextLayout],
+    trigger: str | None = None,
+    *,
+    optional: Collection[str] = (),
 ) -> dict[str, CompiledTrigger]:
-    """The concept's token sequences at every encoder, by role. `layouts` says, by role, what each place of the denoiser reads.
+    """The concept's token sequences at every encoder that it has rows for, by role. `layouts` says, by role, what each place of the
+    denoiser reads; at `optional` roles a concept may have nothing.
 
     Raises:
         TinyEngramError: another set of encoders, a sequence that a loaded concept has, two sets of rows that one place would read, or
             what `_fit_role` refuses.
     """
-    if set(concept.roles) != set(mounts):
+    missing, extra = set(mounts) - set(concept.roles) - set(optional), set(concept.roles) - set(mounts)
+    if missing or extra:
+        wrong = [f"no rows for {', '.join(sorted(missing))}"] if missing else []
+        wrong += [f"rows for {', '.join(sorted(extra))}"] if extra else []
         raise TinyEngramError(
-            f"concept {name!r} is for encoders {sorted(concept.roles)}, "
-            f"this pipeline has {sorted(mounts)}; load it into the base it was made for"
+            f"concept {name!r} is for encoders {sorted(concept.roles)}, this pipeline has {sorted(mounts)}: it has {' and '.join(wrong)}; "
+            "load it into the base it was made for"
         )
+    mounts = {role: mount for role, mount in mounts.items() if role in concept.roles}
     compiled = {role: _fit_role(name, concept, mount, trigger) for role, mount in mounts.items()}
-    for role, layout in layouts.items():
+    for role in mounts:
+        layout = layouts[role]
         clash = layout.clash(concept.roles[role].mounts)
         if clash is not None:
             place, one, other = clash

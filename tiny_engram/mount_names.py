@@ -5,6 +5,8 @@
 running order; "context.{block}.key" in what those of all cross-attentions of a block read. Such a name may end in a band,
 ".1of2": then its rows are read in that share of the scheduler's timesteps alone, of which the first begins at timestep 0.
 
+"deep.{i}" is the residual in what the encoder's i-th layer reads, "pooled" the one on its pooled vector, where that is all that is used.
+
 "attention.{i}" and "feedforward.{i}" are maps at the i-th cross-attention; a map is no mount, it has no rows.
 """
 
@@ -12,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tiny_engram.config import INPUT, MOST_BANDS, SPAN
+from tiny_engram.config import DEEP, INPUT, MOST_BANDS, POOLED, SPAN
 from tiny_engram.errors import TinyEngramError
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "describe_maps",
     "describe_mounts",
     "every_mount",
+    "find_mounts",
     "map_name",
     "mounts_in_words",
 ]
@@ -82,8 +85,9 @@ def band_at(timestep: float, bands: int, timesteps: int) -> int:
     return max(0, min(int(timestep * bands / timesteps), bands - 1))
 
 
-def every_mount(contexts: Sequence[str], blocks: Iterable[str] = ()) -> tuple[str, ...]:
-    """All mounts of a role, in the order of their addresses: `contexts` are "context.{i}.key|value", `blocks` those they lie in.
+def every_mount(contexts: Sequence[str] = (), blocks: Iterable[str] = (), *, layers: int = 0, pooled: bool = False) -> tuple[str, ...]:
+    """All mounts of a role, in the order of their addresses: `contexts` are "context.{i}.key|value", `blocks` those they lie in, `layers`
+    how many the encoder has, `pooled` whether its pooled vector is all that is used.
 
     A mount's place is part of where its rows lie, so that new kinds of mounts are appended, never put between.
     """
@@ -96,13 +100,15 @@ def every_mount(contexts: Sequence[str], blocks: Iterable[str] = ()) -> tuple[st
         if (name := context_name(mount)) is not None
         for band in range(bands)
     ]
-    return (SPAN, *contexts, INPUT, *shared, *banded)
+    return (POOLED if pooled else SPAN, *contexts, INPUT, *shared, *banded, *(f"{DEEP}.{i}" for i in range(layers)))
 
 
 def mounts_in_words(known: Sequence[str]) -> str:
     """The mounts that a pipeline has, for one line: bands are said, not listed."""
-    plain = [m for m in known if (name := context_name(m)) is None or name.bands == 1]
-    return ", ".join(plain) + (f", and each context in bands such as {known[-1]}" if len(plain) < len(known) else "")
+    names = {m: context_name(m) for m in known}
+    banded = [m for m, name in names.items() if name is not None and name.bands > 1]
+    plain = [m for m in known if m not in set(banded)]
+    return ", ".join(plain) + (f", and each context in bands such as {banded[-1]}" if banded else "")
 
 
 def choose_mounts(asked: Sequence[str], known: Sequence[str], *, role: str, share: str = "none", bands: int = 1) -> tuple[str, ...]:
@@ -114,18 +120,28 @@ def choose_mounts(asked: Sequence[str], known: Sequence[str], *, role: str, shar
     Raises:
         TinyEngramError: a name or a group that the pipeline has nothing for.
     """
-    names = {mount: context_name(mount) for mount in known}
     chosen: set[str] = set()
     for one in asked:
-        kinds = GROUPS.get(one, ())
-        found = {m for m, n in names.items() if n is not None and n.kind in kinds and n.shared == (share == "block") and n.bands == bands}
-        found |= {one} & set(known)
+        found = find_mounts(one, known, share=share, bands=bands)
         if not found:
             raise TinyEngramError(
-                f"mount {one!r} is unknown at {role}; expected a group ({', '.join(GROUPS)}) or one of: {mounts_in_words(known)}"
+                f"mount {one!r} is unknown at {role}; expected a group ({', '.join((*GROUPS, DEEP))}) or one of: {mounts_in_words(known)}"
             )
         chosen |= found
     return tuple(m for m in known if m in chosen)
+
+
+def find_mounts(one: str, known: Sequence[str], *, share: str = "none", bands: int = 1) -> set[str]:
+    """The mounts that one name or group means; none if the pipeline has nothing for it. Arguments as in `choose_mounts`."""
+    names = {mount: name for mount in known if (name := context_name(mount)) is not None} if one in GROUPS else {}
+    found = {m for m, n in names.items() if n.kind in GROUPS[one] and n.shared == (share == "block") and n.bands == bands}
+    return found | ({one} & set(known)) | (set(_early(known)) if one == DEEP else set())
+
+
+def _early(known: Sequence[str]) -> list[str]:
+    """The mount that "deep" means: a sixth of the way into the encoder, but behind its first layer where it has several."""
+    inside = [m for m in known if m.partition(".")[0] == DEEP]
+    return inside[max(1, len(inside) // 6) :][:1] or inside[:1]
 
 
 def choose_maps(known: dict[str, int], *, attention: int, feedforward: int, role: str) -> dict[str, tuple[int, int]]:

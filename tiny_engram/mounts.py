@@ -1,5 +1,5 @@
-"""What carries concepts into one encoder, and out again. Nothing of diffusers; may import encoded, hooks, input_mount, second_pass,
-store and what is below.
+"""What carries concepts into one encoder, and out again. Nothing of diffusers; may import deep_mounts, encoded, hooks, input_mount,
+pooled, second_pass, store, templates and what is below.
 """
 
 import threading
@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiny_engram.config import INPUT, SPAN
+from tiny_engram.config import INPUT, POOLED, SPAN
+from tiny_engram.deep_mounts import DeepMounts, layer_of
 from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
+from tiny_engram.pooled import apply_pooled, pooled_vector, with_pooled_vector
 from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_hidden_states, with_last_hidden_state
 from tiny_engram.store import ConceptStore, Fired, Plan
+from tiny_engram.templates import PromptTemplates
 
 __all__ = ["EncoderMounts"]
 
@@ -24,34 +27,36 @@ __all__ = ["EncoderMounts"]
 class _Call(threading.local):
     """What one thread's current encoder call carries from the pre-hook to the hooks after it.
 
-    `ids` are the prompts' `[batch, time]`; `skipped` is true while the pipeline may still apply the final norm to an earlier state;
-    `again` during a second pass. `moved` holds what fires at the token embeddings, by row of the batch.
+    `ids` are the prompts' `[batch, time]`, templates masked; `skipped` is true while the pipeline may still apply the final norm to an
+    earlier state; `again` during a second pass. `moved` holds what fires at the token embeddings, by row of the batch.
     """
 
     def __init__(self) -> None:
         self.inside = self.skipped = self.again = False
+        self.raw: torch.Tensor | None = None
         self.ids: torch.Tensor | None = None
         self.plan: tuple[Fired, ...] = ()
         self.moved: dict[int, tuple[Fired, ...]] = {}
 
 
 class EncoderMounts(HookSet):
-    """Adds what fires in a prompt to an encoder's states: at the mount `input`, and the residual at the mount `span` after it.
+    """Adds what fires in a prompt to an encoder's states: at the mount `input`, inside it (`deep.{i}`), and the residual at the mount
+    `span` after it; or to its pooled vector (`pooled`), where that is all that pipelines use of it.
 
     Before the encoder runs: ids -> spans -> rows. After it: residual at the spans of `last_hidden_state`, in a copy of the output;
     pooled vectors and other states are passed on as they are. With clip_skip the pipeline applies the final norm itself to an earlier
     state; `final_norm` calls from outside the encoder's own forward get the residual too. Where pipelines read an entry of
-    `hidden_states` (`reads`), that one and those before it, which clip_skip reads, get the residual instead.
+    `hidden_states` (`reads`), that one and those before it, which clip_skip reads, get the residual instead; where several, these.
 
     A prompt in which a concept with `input` rows fires is encoded once more, alone, with the token embeddings at its spans moved. The
     states at those spans, of every layer, are taken from that pass, and the rest of the sentence keeps the bits of the plain one.
 
     Attributes:
+        templates: words that the pipeline puts around prompts, in which nothing fires.
         encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
         calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
-        on_fire: told (role, plan) of each call in which a trigger fires.
+        on_fire: told (role, plan) of each call in which a trigger fires. on_ids: told the ids of each call.
         check_denoiser: called before a prompt is encoded while a concept is active at the denoiser.
-        seconds: spent in the hooks.
     """
 
     def __init__(
@@ -63,17 +68,22 @@ class EncoderMounts(HookSet):
         tokenizer: Any = None,
         owner: Any = None,
         final_norm: nn.Module | None = None,
-        reads: int | None = None,
+        reads: int | tuple[int, ...] | None = None,
+        pooled: bool = False,
+        templates: PromptTemplates | None = None,
     ) -> None:
         self.role = role
         self.store = store
         self.tokenizer = tokenizer
         self.encoded = EncodedPrompts()
+        self.templates = templates or PromptTemplates((), 0)
         self.on_fire: Callable[[str, Plan], None] | None = None
+        self.on_ids: Callable[[torch.Tensor], None] | None = None
         self.check_denoiser: Callable[[], None] | None = None
         self.calls = self.prompts = 0
-        self.seconds = 0.0
-        self._reads = reads
+        self._seconds = 0.0
+        self._reads, self._pooled = reads, pooled
+        self._deep = DeepMounts(module, role=role, owner=owner)
         self._module = weakref.ref(module)
         self._state = _Call()
         self.hooks = [
@@ -84,6 +94,15 @@ class EncoderMounts(HookSet):
             self.hooks.append(CallHook(final_norm, self._norm, owner, pre=False, strict=False))
         self._embeddings: list[CallHook] = []
         self._owner = owner
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in the hooks."""
+        return self._seconds + self._deep.seconds
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self._seconds, self._deep.seconds = value, 0.0
 
     @property
     def module(self) -> nn.Module:
@@ -102,6 +121,7 @@ class EncoderMounts(HookSet):
 
     def detach(self) -> None:
         super().detach()
+        self._deep.detach()
         for hook in self._embeddings:
             hook.detach()
 
@@ -113,6 +133,8 @@ class EncoderMounts(HookSet):
         state.inside, state.skipped, state.plan, state.moved, state.ids = True, False, (), {}, None
         self.calls += 1
         ids = kwargs.get("input_ids", args[0] if args else None)
+        if self.on_ids is not None and isinstance(ids, torch.Tensor):
+            self.on_ids(ids)
         if len(self.store):
             if not isinstance(ids, torch.Tensor):
                 raise MountError(
@@ -120,18 +142,20 @@ class EncoderMounts(HookSet):
                 )
             if self.store.active_at_denoiser and self.check_denoiser is not None:
                 self.check_denoiser()
-            state.ids = ids = ids.reshape(-1, ids.shape[-1])
+            state.raw = ids.reshape(-1, ids.shape[-1])
+            state.ids = ids = self.templates.masked(state.raw)
             self.prompts += len(ids)
-            plan = self.store.plan_at((SPAN,), ids)
+            plan = self.store.plan_at((POOLED if self._pooled else SPAN,), ids)
             state.plan = plan.fired
+            self._deep.begin(self._fired_inside(ids) if plan.places else {})
             # Row by row, as they are encoded.
             rows = sorted({row for _, row, *_ in plan.places})
             found = {row: self.store.plan_at((INPUT,), ids[row : row + 1]).fired for row in rows}
             state.moved = {row: fired for row, fired in found.items() if fired}
-            state.skipped = self._reads is None and bool(kwargs.get("output_hidden_states"))
+            state.skipped = self._reads is None and not self._pooled and bool(kwargs.get("output_hidden_states"))
             if plan.places and self.on_fire is not None:
                 self.on_fire(self.role, plan)
-        self.seconds += time.perf_counter() - begin
+        self._seconds += time.perf_counter() - begin
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         state = self._state
@@ -141,19 +165,35 @@ class EncoderMounts(HookSet):
         result = output
         try:
             if output is not None:  # None: the forward raised
+                self._deep.finish()
                 if state.moved:
-                    result = take_over(output, [self._second_pass(row, args, kwargs) for row in state.moved])
+                    result = self._taken_over(output, [self._second_pass(row, args, kwargs) for row in state.moved])
                 result = self._with_residual(result)
         finally:
             state.inside = False
         if not state.skipped:
             state.plan, state.ids = (), None
         state.moved = {}
-        self.seconds += time.perf_counter() - begin
+        self._seconds += time.perf_counter() - begin
         return None if result is output else result
+
+    def _fired_inside(self, ids: torch.Tensor) -> dict[int, tuple[Fired, ...]]:
+        """What fires inside the encoder, by number of the layer."""
+        found = {layer_of(mount): self.store.plan_at((mount,), ids).fired for mount in self.store.loaded_deep}
+        return {layer: fired for layer, fired in found.items() if layer is not None and fired}
+
+    def _taken_over(self, output: Any, moved: list[MovedRow]) -> Any:
+        if not self._pooled:
+            return take_over(output, moved)
+        pooled = pooled_vector(output)
+        own = torch.cat([pooled_vector(one.output) for one in moved])
+        rows = torch.tensor([one.row for one in moved], device=pooled.device)
+        return with_pooled_vector(output, pooled.index_put((rows,), own.to(pooled)))
 
     def _with_residual(self, output: Any) -> Any:
         """The output, in a copy where something is added to what pipelines read of it."""
+        if self._pooled:
+            return with_pooled_vector(output, apply_pooled(pooled_vector(output), self._state.plan)) if self._state.plan else output
         if self._reads is not None:
             return with_hidden_states(output, self._reads, self._apply) if self._state.plan else output
         hidden = last_hidden_state(output)
@@ -163,8 +203,8 @@ class EncoderMounts(HookSet):
     def _second_pass(self, row: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MovedRow:
         """One prompt of the batch alone, with what fires in it added to its token embeddings."""
         state, encoder = self._state, self.module
-        assert state.ids is not None
-        fired = state.moved[row]
+        assert state.ids is not None and state.raw is not None
+        fired, own = state.moved[row], state.ids[row : row + 1]
 
         def move(embeddings: torch.Tensor) -> torch.Tensor:
             for one in fired:
@@ -172,10 +212,12 @@ class EncoderMounts(HookSet):
             return embeddings
 
         self._follow_embeddings()
+        self._deep.begin(self._fired_inside(own))
         options = row_options(encoder, args, kwargs, row, len(state.ids))
         state.again = True
         try:
-            output = encode_with_input(encoder, state.ids[row : row + 1], move, hooked=True, **options)
+            output = encode_with_input(encoder, state.raw[row : row + 1], move, hooked=True, **options)
+            self._deep.finish()
         finally:
             state.again = False
         return MovedRow(row, torch.cat([one.spans.flat()[1] for one in fired]), output)
@@ -201,7 +243,7 @@ class EncoderMounts(HookSet):
         begin = time.perf_counter()
         result = self._apply(output)
         state.skipped, state.plan, state.ids = False, (), None
-        self.seconds += time.perf_counter() - begin
+        self._seconds += time.perf_counter() - begin
         return result
 
     def _apply(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,57 +3,58 @@
 May import the layers below adapter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import INPUT, SPAN
+from tiny_engram.config import INPUT, POOLED, SPAN
 from tiny_engram.hooks import MountError
 from tiny_engram.mounts import EncoderMounts
-from tiny_engram.triggers import compile_trigger
+from tiny_engram.store import Plan
+from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
 __all__ = ["probe"]
 
-WORD, PROMPT = "cat", "a photo of a cat on a table"
+# The second has nothing in common with the first, so that what both begin and end with is the pipeline's own.
+WORD, PROMPT, OTHER = "cat", "a photo of a cat on a table", "two green trees"
 
 
 def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
-    """Encode one prompt without and with a concept on its word "cat" and compare what the denoiser would get.
+    """Encode two prompts without and with a concept on the word "cat" of the first, and compare what the denoiser would get.
 
-    Each role is probed alone, and each of its mounts at the encoder. Leaves no trace: stores, call counts, modes and random state are
-    as before.
+    Each role is probed alone, then all of them at their token embeddings. Learns the templates that the pipeline puts around prompts.
+    Leaves no trace else: stores, call counts, modes and random state are as before.
 
     Raises:
         MountError: the consumed states do not move at the span, or move elsewhere; names the roles.
     """
+
+    shorter = {} if family.probe_length is None else {"max_sequence_length": family.probe_length}
+
+    def states(negative: list[str] | None = None) -> dict[str, Any]:
+        embeds = family.embeds(pipe, [PROMPT, OTHER], negative, **shorter)
+        return {role: each[0] for role, each in family.states(pipe, embeds).items() if role in mounts}
+
+    compiled = {role: compile_trigger(WORD, mount.tokenizer, compressed=mount.store.compressed) for role, mount in mounts.items()}
     dead: list[str] = []
-    for role, mount in mounts.items():
-        training, calls, prompts, seconds = mount.module.training, mount.calls, mount.prompts, mount.seconds
-        stores = {other: m.store for other, m in mounts.items()}
-        on_fire, mount.on_fire = mount.on_fire, None
-        moved: dict[str, tuple[torch.Tensor, int, int]] = {}
-        try:
-            mount.module.eval()
-            for m in mounts.values():
-                m.store = m.store.empty()
-            with torch.no_grad():
-                plain = family.consumed(pipe, family.encode(pipe, [PROMPT], None, 1)[0])[role].clone()
-                for at in (name for name in (SPAN, INPUT) if name in mount.store.mounts):
-                    mount.store = mount.store.empty()
-                    start, length = _add_probe(mount, at)
-                    moved[at] = family.consumed(pipe, family.encode(pipe, [PROMPT], None, 1)[0])[role], start, length
-        finally:
-            for other, store in stores.items():
-                mounts[other].store = store
-            mount.on_fire, mount.calls, mount.prompts, mount.seconds = on_fire, calls, prompts, seconds
-            mount.module.train(training)
-        for at, (states, start, length) in moved.items():
-            changed = torch.nonzero((plain != states).flatten(2).any(-1)[0]).flatten().tolist()
-            expected = list(range(start, start + length))
-            if changed != expected:
-                dead.append(f"{role if at == SPAN else f'{role} {at}'} (changed positions {changed}, expected {expected})")
+    with _aside(mounts), torch.no_grad():
+        # negative prompts may have another template than prompts
+        with _learning_templates(mounts):
+            plain = {role: each.clone() for role, each in states([PROMPT, OTHER]).items()}
+        for role, mount in mounts.items():
+            at = POOLED if POOLED in mount.store.mounts else SPAN
+            with _probing(mount, compiled[role], at) as fired:
+                moved = states()[role]
+            dead += _differs(role, plain[role], moved, fired, at, mount.templates.longest)
+        inputs = {role: _probing(mount, compiled[role], INPUT) for role, mount in mounts.items() if INPUT in mount.store.mounts}
+        fired = {role: one.__enter__() for role, one in inputs.items()}
+        moved = states()
+        for role, one in inputs.items():
+            one.__exit__(None, None, None)
+            dead += _differs(role, plain[role], moved[role], fired[role], INPUT, mounts[role].templates.longest)
     if dead:
         raise MountError(
             f"what {type(pipe).__name__} consumes does not follow the concepts at: {'; '.join(dead)}; "
@@ -61,18 +62,71 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
         )
 
 
-def _add_probe(mount: EncoderMounts, at: str) -> tuple[int, int]:
-    """Put the probe concept into the mount's (empty) store, with rows at `at`; returns where it must fire."""
-    tokenizer = mount.tokenizer
-    compiled = compile_trigger(WORD, tokenizer, compressed=mount.store.compressed)
-    role = mount.role
-    concept = Concept.new({role: compiled}, widths={role: mount.store.width}, fingerprints={role: ""}, mounts={role: (at,)})
-    zero = concept.mount_rows(role, at)
-    pattern = torch.cos(torch.arange(zero.payload.numel(), dtype=torch.float32) * 0.7).reshape(zero.payload.shape)
-    rows = concept.with_rows(role, pattern, zero.gain, zero.bias, mount=at).mount_rows(role, at)
-    mount.store.add("probe", compiled, {at: rows}, concept.config)
-    ids = tokenizer([PROMPT], padding="max_length", max_length=tokenizer.model_max_length, truncation=True).input_ids
-    matches = mount.store.index.match(ids)
-    if len(matches) != 1:
-        raise MountError(f"the tokenizer of role {mount.role!r} does not find {WORD!r} in {PROMPT!r}; is it the pipeline's own tokenizer?")
-    return int(matches.start[0]), int(matches.length[0])
+@contextmanager
+def _aside(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
+    """Inside, encoders are in evaluation mode and no concept is loaded; then all is as before."""
+    kept = {role: (m.store, m.module.training, m.calls, m.prompts, m.seconds, m.on_fire, m.on_ids) for role, m in mounts.items()}
+    try:
+        for m in mounts.values():
+            m.store, m.on_fire = m.store.empty(), None
+            m.module.eval()
+        yield
+    finally:
+        for role, m in mounts.items():
+            m.store, training, m.calls, m.prompts, m.seconds, m.on_fire, m.on_ids = kept[role]
+            m.module.train(training)
+
+
+@contextmanager
+def _learning_templates(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
+    """What pipelines put around the two prompts that are encoded inside, one behind the other."""
+    heard: dict[str, list[list[int]]] = {role: [] for role in mounts}
+    for role, mount in mounts.items():
+        mount.on_ids = lambda ids, rows=heard[role]: rows.extend(ids.reshape(-1, ids.shape[-1]).tolist())
+    try:
+        yield
+    finally:
+        for mount in mounts.values():
+            mount.on_ids = None
+    for role, rows in heard.items():
+        for one, other in zip(rows[::2], rows[1::2], strict=False):
+            mounts[role].templates.learn(one, other)
+
+
+@contextmanager
+def _probing(mount: EncoderMounts, compiled: CompiledTrigger, at: str) -> Iterator[list[tuple[int, int]]]:
+    """Inside, a concept on the word has rows at one mount; gives (start, length) of each span that fired."""
+    fired: list[tuple[int, int]] = []
+
+    def note(role: str, plan: Plan) -> None:
+        fired.extend((start, length) for _, _, start, length in plan.places)
+
+    empty = mount.store
+    mount.store, mount.on_fire = empty.empty(), note
+    try:
+        role = mount.role
+        concept = Concept.new({role: compiled}, widths={role: empty.width}, fingerprints={role: ""}, mounts={role: (at,)})
+        zero = concept.mount_rows(role, at)
+        pattern = torch.cos(torch.arange(zero.payload.numel(), dtype=torch.float32) * 0.7).reshape(zero.payload.shape)
+        rows = concept.with_rows(role, pattern, zero.gain, zero.bias, mount=at).mount_rows(role, at)
+        mount.store.add("probe", compiled, {at: rows}, concept.config)
+        yield fired
+    finally:
+        mount.store, mount.on_fire = empty, None
+
+
+def _differs(role: str, plain: torch.Tensor, moved: torch.Tensor, fired: list[tuple[int, int]], at: str, cut: int) -> list[str]:
+    """What is wrong at one mount, in words: states `[time, width]`, or a pooled vector `[width]`, without and with the concept.
+
+    cut: how many positions in front of a prompt a pipeline may cut off: those of a template.
+    """
+    where = role if at in (SPAN, POOLED) else f"{role} {at}"
+    if plain.dim() == 1:
+        return [] if fired and bool((plain != moved).any()) else [f"{where} (the pooled vector is the same)"]
+    changed = torch.nonzero((plain != moved).any(-1)).flatten().tolist()
+    if len(fired) != 1:
+        return [f"{where} (changed positions {changed}; the word {WORD!r} of {PROMPT!r} was found {len(fired)} times)"]
+    start, length = fired[0]
+    if changed and changed == list(range(changed[0], changed[0] + length)) and start - cut <= changed[0] <= start:
+        return []
+    return [f"{where} (changed positions {changed}, expected {list(range(start, start + length))})"]

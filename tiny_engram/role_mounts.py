@@ -11,18 +11,22 @@ from typing import Any
 from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
 from tiny_engram.config import ConceptConfig
 from tiny_engram.contexts import ContextMounts
+from tiny_engram.deep_mounts import encoder_layers
+from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import MountError
-from tiny_engram.mount_names import choose_maps, choose_mounts, every_mount
+from tiny_engram.mount_names import GROUPS, choose_maps, choose_mounts, every_mount, find_mounts
 from tiny_engram.mounts import EncoderMounts
 from tiny_engram.store import ConceptStore
+from tiny_engram.templates import PromptTemplates
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import without_added_tokens
 
-__all__ = ["asked_of", "maps_at", "mounts_at", "vocabulary_of"]
+__all__ = ["asked_of", "maps_at", "mounts_at", "tokenizer_of", "vocabulary_of", "width_of"]
 
 # Vocabularies that are kept: a pipeline has up to three tokenizers, and an app changes between a few pipelines.
 KEPT = 8
 _kept: dict[bytes, tuple[EdgeTables, CompressedTokenizer]] = {}
+_seen: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], bytes]] = weakref.WeakKeyDictionary()
 
 
 def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
@@ -31,6 +35,10 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
     Nobody writes to them. Tokens added to the tokenizer later are another content.
     """
     backend, pad = backend_of(tokenizer), tokenizer.pad_token_id
+    state = pad, len(tokenizer), tuple(tokenizer.all_special_ids)
+    seen = _seen.get(backend)
+    if seen is not None and seen[0] == state and seen[1] in _kept:
+        return _kept[seen[1]]  # the object that was asked for before, as it was: its description takes longer to write than all else
     # Before its tokens it says how the last call truncated and padded, which changes from call to call and says nothing of them.
     content = backend.to_str().split('"added_tokens"', 1)[-1]
     about = f"{sorted(special_ids(tokenizer))} {backend.padding if pad is None else pad} {content}"
@@ -40,13 +48,14 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
         compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=pad)
         found = EdgeTables.of(tokenizer), compressed
     _kept[key] = found  # last: the one that was not asked for longest goes first
+    _seen[backend] = state, key
     for old in list(_kept)[:-KEPT]:
         _kept.pop(old, None)
     return found
 
 
 def maps_at(attentions: Sequence[Any]) -> dict[str, int]:
-    """The maps that a denoiser with these `CrossAttention`s can have: name -> channels."""
+    """The maps that a denoiser with these `Attention`s can have: name -> channels."""
     found: dict[str, int] = {}
     for i, attention in enumerate(attentions):
         if attention.channels is not None:
@@ -64,17 +73,32 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
         denoiser: gives the denoiser that the pipeline has at any later time.
         owner: who the hooks belong to.
     """
-    encoder, tokenizer = getattr(pipe, spec.encoder), getattr(pipe, spec.tokenizer)
+    encoder, tokenizer = getattr(pipe, spec.encoder), tokenizer_of(pipe, spec)
     edges, compressed = vocabulary_of(tokenizer)
-    width, net = encoder.config.hidden_size, getattr(pipe, family.denoiser)
-    attentions, places = family.attentions(net, spec.role), family.contexts(net, spec.role)
+    width, net = width_of(encoder), getattr(pipe, family.denoiser)
+    attentions, places = (family.attentions(net, spec.role) if family.attentions else ()), family.contexts(net, spec.role)
+    if "context" in family.refuses or spec.pooled:
+        attentions, places = (), {}
     if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
         attentions, places = (), {}  # the denoiser projects the states before its attentions read them
-    mounts = every_mount(tuple(places), dict.fromkeys(attention.block for attention in attentions))
+    layers = 0 if "deep" in family.refuses else len(encoder_layers(encoder))
+    blocks = dict.fromkeys(attention.block for attention in attentions)
+    mounts = every_mount(tuple(places), blocks, layers=layers, pooled=spec.pooled)
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
     scheduler = pipe.scheduler
     norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
-    mount = EncoderMounts(encoder, store, role=spec.role, tokenizer=tokenizer, owner=owner, final_norm=norm, reads=spec.reads)
+    special = special_ids(tokenizer)
+    mount = EncoderMounts(
+        encoder,
+        store,
+        role=spec.role,
+        tokenizer=tokenizer,
+        owner=owner,
+        final_norm=norm,
+        reads=spec.reads,
+        pooled=spec.pooled,
+        templates=PromptTemplates(special, compressed.pad_id if not special else min(special)),
+    )
     present = weakref.ref(pipe)
 
     def training_timesteps() -> int:
@@ -92,17 +116,51 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
     return mount, contexts
 
 
+def tokenizer_of(pipe: Any, spec: Any) -> Any:
+    """The tokenizer of one of the family's encoders: that of a processor, where the pipeline has one.
+
+    Raises:
+        TinyEngramError: there is none, or it is a slow one.
+    """
+    found = getattr(pipe, spec.tokenizer, None)
+    tokenizer = getattr(found, "tokenizer", found)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise TinyEngramError(
+            f"{spec.tokenizer} of {type(pipe).__name__} is {type(tokenizer).__name__}, expected a fast tokenizer of transformers, which "
+            "tells where words lie; load the pipeline with one"
+        )
+    return tokenizer
+
+
+def width_of(encoder: Any) -> int:
+    """Width of a text encoder's states: of one of pictures and text, those of the text."""
+    config = encoder.config
+    return int((config.get_text_config() if hasattr(config, "get_text_config") else config).hidden_size)
+
+
 def asked_of(
-    config: ConceptConfig, mounts: Mapping[str, EncoderMounts]
+    config: ConceptConfig, mounts: Mapping[str, EncoderMounts], refuses: Mapping[str, str] | None = None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[int, int]]]]:
-    """What a config asks for, by role: names of mounts, and (rank, channels) of maps by name.
+    """What a config asks for, by role: names of mounts, and (rank, channels) of maps by name. A role may have nothing of it, as long as
+    another has.
+
+    refuses: mode -> why the family does not have it.
 
     Raises:
         TinyEngramError: mounts or maps that the pipeline does not have.
     """
+    for mode, why in (refuses or {}).items():
+        if any(one == mode or one.startswith(f"{mode}.") or mode == "context" and one in GROUPS for one in config.mounts):
+            raise TinyEngramError(f"mounts {list(config.mounts)} ask for {mode!r}, which this pipeline does not have: {why}")
+    groups = {"share": config.share, "bands": config.bands}
+    chosen: dict[str, tuple[str, ...]] = dict.fromkeys(mounts, ())
+    for one in config.mounts:
+        found = {role: find_mounts(one, mount.store.mounts, **groups) for role, mount in mounts.items()}
+        if not any(found.values()):
+            role = next(iter(mounts))
+            choose_mounts((one,), mounts[role].store.mounts, role=role, **groups)  # says what there is
+        chosen = {role: (*chosen[role], *found[role]) for role in mounts}
+    ordered = {role: tuple(m for m in mount.store.mounts if m in set(chosen[role])) for role, mount in mounts.items()}
     ranks = {"attention": config.attention_rank, "feedforward": config.feedforward_rank}
-    chosen = {
-        role: choose_mounts(config.mounts, mount.store.mounts, role=role, share=config.share, bands=config.bands)
-        for role, mount in mounts.items()
-    }
-    return chosen, {role: choose_maps(mount.store.maps, role=role, **ranks) for role, mount in mounts.items()}
+    able = {role: mount for role, mount in mounts.items() if mount.store.maps} or dict(list(mounts.items())[:1])
+    return ordered, {role: choose_maps(mount.store.maps, role=role, **ranks) if role in able else {} for role, mount in mounts.items()}

@@ -54,15 +54,17 @@ def with_last_hidden_state(output: Any, hidden: torch.Tensor) -> Any:
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-def with_hidden_states(output: Any, last: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same output, in a copy, with `hidden_states` changed from that of the first layer up to `last`, counted from the end.
+def with_hidden_states(output: Any, read: int | tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same output, in a copy, with some of its `hidden_states` changed.
 
-    The token embeddings, the entries behind `last` and an output without `hidden_states` are passed on as they are.
+    read: a number, counted as in a list, means all from the first layer's to that one (clip_skip reads an earlier one); several mean these.
+    The token embeddings, all other entries and an output without `hidden_states` are passed on as they are.
     """
 
     def changed(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        stop = len(states) + last
-        return tuple(change(x) if 0 < k <= stop else x for k, x in enumerate(states))
+        count = len(states)
+        chosen = range(1, read % count + 1) if isinstance(read, int) else {k % count for k in read}
+        return tuple(change(x) if k in chosen else x for k, x in enumerate(states))
 
     if _is_named(output):
         states = output.get("hidden_states")
@@ -75,7 +77,8 @@ def with_hidden_states(output: Any, last: int, change: Callable[[torch.Tensor], 
 def take_over(output: Any, moved: Sequence[MovedRow]) -> Any:
     """An encoder's output, in a copy, whose states at these rows' positions are those of their second pass.
 
-    That is the last hidden state and every one of `hidden_states`; all else, and every other position, is passed on as it is.
+    That is the last hidden state, where there is one, and every one of `hidden_states`; all else, and every other position, is passed on
+    as it is.
     """
     rows = torch.cat([torch.full_like(one.times, one.row) for one in moved])
     times = torch.cat([one.times for one in moved])

@@ -14,7 +14,7 @@ import torch
 from tiny_engram.addressing import Asked, RowBank, lookup
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import MapFactors, MountRows
-from tiny_engram.config import ENCODER_MOUNTS, SPAN, ConceptConfig
+from tiny_engram.config import DEEP, SPAN, ConceptConfig, at_encoder
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import Entry, TriggerIndex
 from tiny_engram.residual import Spans, apply_spans
@@ -54,7 +54,12 @@ class _Member:
     @property
     def at_denoiser(self) -> list[str]:
         """Its context mounts and maps."""
-        return [m for m in self.mounts if m not in ENCODER_MOUNTS] + list(self.maps)
+        return [m for m in self.mounts if not at_encoder(m)] + list(self.maps)
+
+    @property
+    def inside(self) -> list[str]:
+        """Its mounts inside the encoder."""
+        return [m for m in self.mounts if m.partition(".")[0] == DEEP]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ class ConceptStore:
         # Concepts that have rows at each context mount, or each map: all of them, and those that are not silent.
         self._loaded: Counter[str] = Counter()
         self._active: Counter[str] = Counter()
+        self._deep: Counter[str] = Counter()
 
     def empty(self) -> "ConceptStore":
         """A store for the same mounts with nothing loaded."""
@@ -178,9 +184,14 @@ class ConceptStore:
         return any(name in self.maps for name in self._loaded)
 
     @property
+    def loaded_deep(self) -> tuple[str, ...]:
+        """The mounts "deep.{i}" at which any loaded concept has rows."""
+        return tuple(self._deep)
+
+    @property
     def context_mounts(self) -> tuple[str, ...]:
         """All context mounts of the role: its mounts but those at the encoder."""
-        return tuple(m for m in self.mounts if m not in ENCODER_MOUNTS)
+        return tuple(m for m in self.mounts if not at_encoder(m))
 
     @property
     def active_at_denoiser(self) -> KeysView[str]:
@@ -246,6 +257,7 @@ class ConceptStore:
                 raise
             member = self._members[name] = _Member(held, dict(maps or {}), 0.0)
             _count(self._loaded, member.at_denoiser, 1)
+            _count(self._deep, member.inside, 1)
             self.set_strength(name, strength)
             return moved
 
@@ -255,6 +267,7 @@ class ConceptStore:
             self.index.remove(name)
             member = self._members.pop(name)
             _count(self._loaded, member.at_denoiser, -1)
+            _count(self._deep, member.inside, -1)
             if member.strength != 0.0:
                 _count(self._active, member.at_denoiser, -1)
             for held in member.mounts.values():

@@ -165,4 +165,4 @@ def test_the_command_line_takes_mounts(saved_pipe, folder, tmp_path, capsys, log
     assert main(["inspect", str(out / "concept.safetensors")]) == 0
     assert "  clip_l, span, 4 values: 40 rows over 2 positions, width 128, 1,400 bytes\n" in capsys.readouterr().out
     assert main([*begin, *options, "--mounts", "keys"]) == 2
-    assert "mount 'keys' is unknown at clip_l; expected a group (context, key, value) or one of: span, " in capsys.readouterr().err
+    assert "mount 'keys' is unknown at clip_l; expected a group (context, key, value, deep) or one of: span, " in capsys.readouterr().err

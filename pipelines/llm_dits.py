@@ -1,0 +1,78 @@
+"""Image pipelines whose prompt a language model reads: Sana, Lumina 2, Qwen-Image, Z-Image and FLUX.2."""
+
+from tiny_engram.pipelines.family import EncoderSpec, Family
+from tiny_engram.pipelines.texts import chat_window, preprocessed, sequence_window, window_behind
+
+__all__ = ["FLUX_2", "FLUX_2_KLEIN", "LUMINA_2", "QWEN_IMAGE", "SANA", "Z_IMAGE"]
+
+MASKED = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+
+
+SANA = Family(
+    name="sana",
+    pipelines=("SanaPipeline", "SanaPAGPipeline", "SanaControlNetPipeline"),
+    encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, window=sequence_window),),
+    returns=MASKED,
+)
+
+LUMINA_2 = Family(
+    name="lumina-2",
+    pipelines=("Lumina2Pipeline", "Lumina2Text2ImgPipeline"),
+    encoders=(
+        EncoderSpec(
+            "llm", "text_encoder", "tokenizer", reads=-2, window=window_behind(lambda pipe: f"{pipe.system_prompt} <Prompt Start> ")
+        ),
+    ),
+    returns=MASKED,
+    probe_length=None,
+)
+
+QWEN_IMAGE = Family(
+    name="qwen-image",
+    pipelines=("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageControlNetPipeline"),
+    encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", reads=-1, window=sequence_window),),
+    returns=("prompt_embeds", "prompt_embeds_mask"),
+    per_timestep=lambda timestep, total: timestep * total,
+)
+
+Z_IMAGE = Family(
+    name="z-image",
+    pipelines=("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline", "ZImageControlNetPipeline"),
+    encoders=(
+        EncoderSpec(
+            "llm",
+            "text_encoder",
+            "tokenizer",
+            reads=-2,
+            window=chat_window({"add_generation_prompt": True, "enable_thinking": True}),
+        ),
+    ),
+    returns=("prompt_embeds", "negative_prompt_embeds"),
+    given={"cap_feats": "prompt_embeds"},
+    per_timestep=lambda timestep, total: (1 - timestep) * total,
+)
+
+FLUX_2 = Family(
+    name="flux-2",
+    pipelines=("Flux2Pipeline",),
+    encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", reads=(10, 20, 30), window=chat_window({"add_generation_prompt": False})),),
+    returns=("prompt_embeds", "_text_ids"),
+    probe_length=None,
+    per_timestep=lambda timestep, total: timestep * total,
+)
+
+FLUX_2_KLEIN = Family(
+    name="flux-2-klein",
+    pipelines=("Flux2KleinPipeline", "Flux2KleinInpaintPipeline"),
+    encoders=(
+        EncoderSpec(
+            "llm",
+            "text_encoder",
+            "tokenizer",
+            reads=(9, 18, 27),
+            window=chat_window({"add_generation_prompt": True, "enable_thinking": False}),
+        ),
+    ),
+    returns=("prompt_embeds", "_text_ids"),
+    per_timestep=lambda timestep, total: timestep * total,
+)

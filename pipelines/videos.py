@@ -1,0 +1,53 @@
+"""Video pipelines: Wan, LTX-Video, CogVideoX and HunyuanVideo."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiny_engram.pipelines.family import EncoderSpec, Family
+from tiny_engram.pipelines.texts import cleaned_by_module, sequence_window
+
+__all__ = ["COGVIDEOX", "HUNYUAN_VIDEO", "LTX", "WAN"]
+
+
+def llama_and_pooled(pipe: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
+    """HunyuanVideo: the language model's states, and of CLIP the pooled vector alone."""
+    return {"llm": embeds["prompt_embeds"], "clip_l": embeds.get("pooled_prompt_embeds")}
+
+
+WAN = Family(
+    name="wan",
+    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline", "WanVACEPipeline"),
+    encoders=(EncoderSpec("umt5", "text_encoder", "tokenizer", text=cleaned_by_module, window=sequence_window),),
+    returns=("prompt_embeds", "negative_prompt_embeds"),
+    denoisers=("transformer", "transformer_2"),
+)
+
+LTX = Family(
+    name="ltx-video",
+    pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
+    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
+    returns=("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"),
+)
+
+COGVIDEOX = Family(
+    name="cogvideox",
+    pipelines=(
+        "CogVideoXPipeline",
+        "CogVideoXImageToVideoPipeline",
+        "CogVideoXVideoToVideoPipeline",
+        "CogVideoXFunControlPipeline",
+    ),
+    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
+    returns=("prompt_embeds", "negative_prompt_embeds"),
+)
+
+HUNYUAN_VIDEO = Family(
+    name="hunyuan-video",
+    pipelines=("HunyuanVideoPipeline",),
+    encoders=(
+        EncoderSpec("llm", "text_encoder", "tokenizer", reads=-3, window=sequence_window),
+        EncoderSpec("clip_l", "text_encoder_2", "tokenizer_2", pooled=True),
+    ),
+    returns=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
+    consumed=llama_and_pooled,
+)

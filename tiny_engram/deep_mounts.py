@@ -1,0 +1,95 @@
+"""Mounts inside an encoder: a residual in what one of its layers reads, at the spans, in the encoder's one pass. Whatever attends to a span
+behind that layer moves too: later positions in a causal encoder, all of them in others, and a pooled vector.
+
+May import config, hooks and store.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiny_engram.config import DEEP
+from tiny_engram.hooks import CallHook, HookSet, MountError
+from tiny_engram.store import Fired
+
+__all__ = ["DeepMounts", "encoder_layers", "layer_of"]
+
+SIZES = ("num_hidden_layers", "num_layers")
+
+
+def layer_of(mount: str) -> int | None:
+    """The number of the layer that a mount "deep.{i}" is at; None for another name."""
+    kind, _, number = mount.partition(".")
+    return int(number) if kind == DEEP and number.isdigit() and str(int(number)) == number else None
+
+
+def encoder_layers(encoder: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers of a text encoder, in running order: the list of modules that is as long as its configuration says; () without one.
+
+    Of an encoder of pictures and text, those of the text.
+    """
+    config: Any = getattr(encoder, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = next((getattr(text, name) for name in SIZES if isinstance(getattr(text, name, None), int)), None)
+    lists = [
+        module
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and not any(part.startswith("vis") for part in name.split("."))
+    ]
+    return tuple(lists[0]) if len(lists) == 1 else ()
+
+
+class _Call(threading.local):
+    """What this thread's call of the encoder adds, by number of the layer, and which layers have added it."""
+
+    def __init__(self) -> None:
+        self.fired: Mapping[int, Sequence[Fired]] = {}
+        self.seen: set[int] = set()
+
+
+class DeepMounts(HookSet):
+    """Hooks on an encoder's layers; in place while a concept has rows there."""
+
+    def __init__(self, encoder: nn.Module, *, role: str, owner: Any) -> None:
+        self.hooks = [
+            CallHook(layer, partial(self._read, i), owner, pre=True, strict=False) for i, layer in enumerate(encoder_layers(encoder))
+        ]
+        self.role = role
+        self.seconds = 0.0
+        self._call = _Call()
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+    def begin(self, fired: Mapping[int, Sequence[Fired]]) -> None:
+        """Before the encoder runs: what fires, by number of the layer."""
+        self._call.fired, self._call.seen = fired, set()
+        if fired:
+            self.attach()
+
+    def finish(self) -> None:
+        """After it. Raises MountError if a layer did not read what was to be added."""
+        missed = sorted(self._call.fired.keys() - self._call.seen)
+        self._call.fired = {}
+        if missed:
+            raise MountError(
+                f"the encoder of role {self.role!r} ran without its layer {missed[0]}, so no concept reached it at the mount "
+                f"'{DEEP}.{missed[0]}'; was it compiled or replaced? attach to the plain pipeline first"
+            )
+
+    def _read(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        fired = self._call.fired.get(number)
+        states = args[0] if args else kwargs.get("hidden_states")
+        if not fired or not isinstance(states, torch.Tensor):
+            return None
+        begin = time.perf_counter()
+        self._call.seen.add(number)
+        for one in fired:
+            states = one.apply(states)
+        self.seconds += time.perf_counter() - begin
+        return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
