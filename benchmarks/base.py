@@ -3,11 +3,13 @@
     python benchmarks/base.py                                                       # assets/bases/emoji-sd
     python benchmarks/base.py --base emoji-pixart
     python benchmarks/base.py --run build/base/run --out build/base/bench/run.json  # weights of a training run
+    python benchmarks/base.py --base emoji-pixart --drawn FOLDER --drawn_on "one NVIDIA H200"  # judge sheets that another machine left
 
 Needs the data of assets/recipe (sources.py, sprites.py, renders.py) and the `eval` extra. Prompts come from the tenth of
 all combinations that training never saw. A thing drawn is judged by assets/recipe/classifiers.py, and its score set
 against the judges' own on real pictures of the same layouts sent through the autoencoder: the ceiling. Pictures and
-sheets are kept under build/base/bench, each by what made it, so an interrupted run goes on where it stopped.
+sheets are kept under build/base/bench, each by what made it, so an interrupted run goes on where it stopped. A base that
+shares another's autoencoder has that one's figures of it.
 """
 
 from __future__ import annotations
@@ -160,6 +162,16 @@ def table(psnr: dict[str, float], scores: dict[str, dict[str, float]], allowance
     return rows
 
 
+def read_sheet(path: Path, count: int) -> torch.Tensor:
+    """The first `count` pictures of a sheet of 128 x 128 pixels each, row after row: `[count, 3, 128, 128]` in [-1, 1]."""
+    sheet = torch.from_numpy(np.asarray(Image.open(path).convert("RGB")).copy())
+    rows, columns = sheet.shape[0] // 128, sheet.shape[1] // 128
+    pictures = sheet.view(rows, 128, columns, 128, 3).permute(0, 2, 4, 1, 3).flatten(0, 1)
+    if len(pictures) < count:
+        raise SystemExit(f"{path}: holds {len(pictures)} pictures, expected {count}; draw it again or lower --count")
+    return pictures[:count].float() / 127.5 - 1
+
+
 def save_sheet(pictures: torch.Tensor, path: Path, columns: int = 16) -> None:
     """`[n, 3, H, W]` in [-1, 1] as one PNG, row after row; places left over stay gray."""
     count, _, height, width = pictures.shape
@@ -191,8 +203,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--drawn", type=Path, help="a folder of sheets bench_alone.png and bench_pairs.png: judge these, draw none")
+    parser.add_argument("--drawn_on", help="what drew them, for the note")
     parser.add_argument("--out", type=Path, help="default: the base's file under benchmarks/results")
     args = parser.parse_args()
+    if (args.drawn is None) != (args.drawn_on is None):
+        parser.error("--drawn and --drawn_on go together: pictures drawn elsewhere are not to be taken for this machine's")
     base = BASES[args.base]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.run:
@@ -210,28 +226,38 @@ def main() -> None:
     trained = np.array([i for i, entry in enumerate(entries) if not entry["held_out"]])
     judges = load_classifiers(args.classifiers, len(names)).to(device)
     compositor = Compositor(np.load(BUILD / "sprites.npz")["rgba"], device)
-    renders = Compositor(np.load(BUILD / "renders.npz")["rgba"][:, :3], device)
-
-    psnr = {
-        "held-out emoji": autoencoder_psnr(pipe.vae, compositor, held_out),
-        "rendered objects": autoencoder_psnr(pipe.vae, renders, np.arange(len(renders.full) // renders.styles)),
-    }
+    if base.vae_of:
+        psnr = json.loads((ROOT / "benchmarks" / "results" / RESULTS[base.vae_of]).read_text())["autoencoder_psnr"]
+    else:
+        renders = Compositor(np.load(BUILD / "renders.npz")["rgba"][:, :3], device)
+        psnr = {
+            "held-out emoji": autoencoder_psnr(pipe.vae, compositor, held_out),
+            "rendered objects": autoencoder_psnr(pipe.vae, renders, np.arange(len(renders.full) // renders.styles)),
+        }
     print(json.dumps(psnr), flush=True)
     scores = {}
     for kind in KINDS:
         layout = unseen_layout(trained, args.count, kind)
         prompts = prompts_for(layout, names)
-        pictures = generate(pipe, prompts, seed=1000, steps=args.steps, guidance=args.guidance, batch=args.batch)
+        if args.drawn:
+            pictures = read_sheet(args.drawn / f"bench_{kind}.png", args.count).to(device)
+        else:
+            pictures = generate(pipe, prompts, seed=1000, steps=args.steps, guidance=args.guidance, batch=args.batch)
         layout = layout.to(device)
         scores[kind] = score(pictures, autoencoded(pipe.vae, compositor(layout)), layout, judges, compositor.palette)
         print(kind, json.dumps(scores[kind]), flush=True)
+        BENCH.mkdir(parents=True, exist_ok=True)
         report_missed(pictures, layout, judges, names, prompts, kind)
-        save_sheet(pictures[:64], BENCH / f"sheet_{kind}.png")
+        save_sheet(pictures, BENCH / f"bench_{kind}.png", columns=20)
     accelerator = torch.cuda.get_device_name() if device == "cuda" else None
     note = (
         f"{args.count} unseen prompts of each kind, {args.steps} steps, guidance {args.guidance:g}; "
         f"the judge has {len(names)} names to choose from."
     )
+    if base.vae_of:
+        note += f" The autoencoder is that of {base.vae_of}, and so are its figures."
+    if args.drawn:
+        note += f" The pictures were drawn on {args.drawn_on} and judged on the machine below."
     report = {"table": table(psnr, scores, ALLOWANCE[base.name]), "note": note, "autoencoder_psnr": psnr, "shares": scores}
     report |= circumstances("torch", "diffusers", "transformers", depends_on=("assets", "benchmarks"), accelerator=accelerator)
     keep(report, args.out or ROOT / "benchmarks" / "results" / RESULTS[base.name])
