@@ -24,11 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(folder) for folder in (ROOT / "assets" / "recipe", ROOT / "benchmarks") if str(folder) not in sys.path]
 
 from benchmarks.personalization import plan, selection  # noqa: E402
+from benchmarks.personalization.bases import BASES, EMOJI_SD, BaseSpec  # noqa: E402
 from benchmarks.personalization.pieces import Bench, estimate, run_piece, save_piece  # noqa: E402
 from benchmarks.personalization.plan import Piece, PlanError, Settings  # noqa: E402
 from benchmarks.personalization.store import PieceFile, load_results, merge, pack, save_results, unpack  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "personalization.json"
+RESULTS = EMOJI_SD.results_path
 LEVERS = Path(__file__).with_name("levers.json")
 REDUCED_STAGES = ("methods",)
 TRIALS = ("steps", "main", "batch", "samples", "between", "pair", "choices", "drawn", "drawing_steps")
@@ -37,11 +38,15 @@ TRIALS = ("steps", "main", "batch", "samples", "between", "pair", "choices", "dr
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.personalization", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stage", nargs="?", default="all", choices=(*plan.STAGES, "all", "merge", "report"))
+    parser.add_argument("--base", default=EMOJI_SD.name, choices=tuple(BASES), help="what is taught; default %(default)s")
     parser.add_argument("--minutes", type=float, help="begin no piece that would not end within so many minutes of the start")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="where pieces are kept (build/personalization, or -reduced)")
-    parser.add_argument("--results", type=Path, help="the results file (benchmarks/results/personalization.json; with --reduced in --out)")
+    parser.add_argument(
+        "--out", type=Path, help="where pieces are kept (build/personalization, or -reduced; with another base its name behind it)"
+    )
+    parser.add_argument("--results", type=Path, help="the results file (that of the base in benchmarks/results; with --reduced in --out)")
     parser.add_argument("--only", nargs="+", default=(), metavar="METHOD", help="only these methods")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(), metavar="SEED", help="of the final stage, each a piece of its own")
     parser.add_argument("--rate", nargs="+", default=(), metavar="METHOD=RATE", help="learning rates in place of the sweep's")
     parser.add_argument("--levers", type=Path, default=LEVERS, help='a JSON list of {"label", "options"}; default %(default)s')
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th piece, from the I-th: for several processes")
@@ -53,9 +58,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name in TRIALS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
-    folder = ROOT / "build" / ("personalization-reduced" if args.reduced else "personalization")
-    args.out = args.out or folder
-    args.results = args.results or (args.out / "results.json" if args.reduced else RESULTS)
+    args.spec = BASES[args.base]
+    named = "personalization" + ("-reduced" if args.reduced else "") + (f"-{args.base}" if args.spec is not EMOJI_SD else "")
+    args.out = args.out or ROOT / "build" / named
+    args.results = args.results or (args.out / "results.json" if args.reduced else args.spec.results_path)
     try:
         args.share, args.shares = (int(part) for part in args.shard.split("/"))
         if not 1 <= args.share <= args.shares:
@@ -91,10 +97,16 @@ def rates_of(results: dict[str, Any], *, reduced: bool) -> dict[str, float]:
     return plan.RATES | chosen if reduced else chosen
 
 
+def lent(spec: BaseSpec) -> dict[str, Any]:
+    """The results of the base whose learning rates stand in for those that were not chosen on this one; none for a base of its own."""
+    return {} if spec.rates_of is None else load_results(BASES[spec.rates_of].results_path, spec.rates_of)
+
+
 def pieces_of(stage: str, bench: Bench, args: argparse.Namespace, results: dict[str, Any]) -> list[Piece]:
     """The pieces of one stage. Raises PlanError where something must be done before."""
     settings, names = settings_of(args), bench.names
-    rates = rates_of(results, reduced=args.reduced) | args.rate
+    other = lent(bench.spec)
+    rates = rates_of(other, reduced=False) | rates_of(results, reduced=args.reduced) | args.rate
     if args.reduced:
         return plan.reduced(names, settings, rates, only=args.only)
     if stage == "base":
@@ -108,7 +120,8 @@ def pieces_of(stage: str, bench: Bench, args: argparse.Namespace, results: dict[
     if stage == "levers":
         return plan.levers(names, settings, rates, _variants(args.levers))
     if stage == "final":
-        return plan.final(names, settings, rates, results.get("best_lora"), only=args.only)
+        best = results.get("best_lora") or other.get("best_lora")
+        return plan.final(names, settings, rates, best, only=args.only, seeds=args.seeds)
     return plan.costs(names, settings, rates, only=args.only)
 
 
@@ -129,7 +142,9 @@ def summed_up(results: dict[str, Any], pieces: Sequence[PieceFile], bench: Bench
     rates = selection.choose(swept, bench.names.development)
     splits = {"development": list(bench.names.development), "final": list(bench.names.final), "known": list(bench.names.known)}
     done = sorted(results["pieces"].values(), key=lambda piece: (piece["stage"] == "final", piece["finished"]))
-    results["settings"] = (done[-1]["settings"] if done else {}) | {"rule": selection.RULE, "subjects": splits}
+    lender = bench.spec.rates_of
+    rule = selection.RULE if lender is None else f"by a sweep on this base where there was one, else on the base {lender}: {selection.RULE}"
+    results["settings"] = (done[-1]["settings"] if done else {}) | {"rule": rule, "subjects": splits}
     # a method that is being swept anew has no rate until that is done
     begun = {record["method"] for record in swept}
     earlier = {method: found for method, found in results.get("rates", {}).items() if method not in begun}
@@ -188,9 +203,9 @@ def run_stage(stage: str, bench: Bench, args: argparse.Namespace, results: dict[
 def run(args: argparse.Namespace) -> int:
     clock = Clock(args.minutes)
     args.out.mkdir(parents=True, exist_ok=True)
-    results = load_results(args.results)
+    results = load_results(args.results, args.base)
     listed = set(results["pieces"])
-    bench = Bench(args.device, tf32=settings_of(args).tf32)
+    bench = Bench(args.device, args.spec, tf32=settings_of(args).tf32)
     try:
         clock.say(f"{bench.circumstances['machine']}, commit {bench.circumstances['commit'][:12]}")
     except (OSError, subprocess.CalledProcessError) as error:
@@ -220,7 +235,10 @@ def run(args: argparse.Namespace) -> int:
     if args.stage == "report" or args.stage == "all" and not args.reduced and not left:
         from benchmarks.personalization import report
 
-        report.main(results=args.results, pictures=args.out)
+        if args.spec is EMOJI_SD:
+            report.main(results=args.results, pictures=args.out)
+        else:
+            report.main(second=args.results)
     return 0
 
 

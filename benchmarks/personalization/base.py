@@ -9,25 +9,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DiffusionPipeline
 from torch import nn
 
+from benchmarks.personalization.bases import EMOJI_SD, BaseSpec
 from benchmarks.personalization.methods.method import Rows
+from tiny_engram.input_mount import token_embeddings
 
 if TYPE_CHECKING:
     from benchmarks.personalization.priors import Extra
     from benchmarks.personalization.subjects import Subject
 
-__all__ = ["EMOJI_SD", "STAND_IN", "Base", "Taught"]
+__all__ = ["Base", "Taught"]
 
-EMOJI_SD = Path(__file__).resolve().parents[2] / "assets" / "bases" / "emoji-sd"
-# One CLIP token that no caption of the base holds: where a method replaces the whole trigger by its own vectors.
-STAND_IN = "sks"
 _PLACE = re.compile(r"\{(\d)\}")
 _CHUNK = 128
 
@@ -55,38 +53,44 @@ def _fill(text: str, words: Sequence[str]) -> tuple[str, list[tuple[int, int, in
 
 
 class Base:
-    """A `StableDiffusionPipeline`, frozen and in eval mode.
+    """A pipeline, frozen and in eval mode. What differs between bases is asked of its `BaseSpec`.
 
     Attributes:
+        denoiser: the UNet or the transformer.
+        width: of the encoder's states; context_width: of the states that the cross-attentions read, see `read`.
+        embedding: the encoder's module that looks tokens up.
         cross_attentions: (mount prefix "context.{i}", module) of the denoiser's cross-attentions, in the order in which it
             runs them. A method's mounts are "context.{i}.key" and "context.{i}.value", what `to_k` and `to_v` read, and
             "span", the residual on the encoder's last hidden states.
         subjects: all of the bench's, by name, for methods that ask for a run's trigger or class word; may be set to others.
     """
 
-    def __init__(self, pipe: StableDiffusionPipeline) -> None:
-        self.pipe = pipe
-        self.unet: Any = pipe.unet
+    def __init__(self, pipe: Any, spec: BaseSpec = EMOJI_SD) -> None:
+        self.pipe, self.spec = pipe, spec
+        self.denoiser: Any = getattr(pipe, spec.denoiser)
         self.text_encoder: Any = pipe.text_encoder
         self.vae: Any = pipe.vae
         self.tokenizer: Any = pipe.tokenizer
         self.scheduler: Any = pipe.scheduler
-        self.device = self.unet.device
-        for part in (self.unet, self.text_encoder, self.vae):
+        self.device = self.denoiser.device
+        for part in (self.denoiser, self.text_encoder, self.vae):
             part.requires_grad_(False).eval()
         self.vae.to(memory_format=torch.channels_last)  # twice as fast on a CPU
         pipe.set_progress_bar_config(disable=True)
         self.width: int = self.text_encoder.config.hidden_size
-        self.length: int = self.tokenizer.model_max_length
+        self.length: int = spec.length or self.tokenizer.model_max_length
+        self._blank = frozenset(i for token, i in self.tokenizer.get_vocab().items() if not token.strip("\u2581"))
         self.cross_attentions: tuple[tuple[str, nn.Module], ...] = self._trace()
+        attention: Any = self.cross_attentions[0][1]
+        self.context_width: int = attention.to_k.in_features
 
     @classmethod
-    def load(cls, device: str | torch.device = "cpu", folder: str | Path = EMOJI_SD, *, tf32: bool = False) -> Base:
-        """The pipeline in `folder` in float32 on `device`. `tf32` lets CUDA round the factors of products, for this whole process."""
+    def load(cls, device: str | torch.device = "cpu", spec: BaseSpec = EMOJI_SD, *, tf32: bool = False) -> Base:
+        """The pipeline of `spec` in float32 on `device`. `tf32` lets CUDA round the factors of products, for this whole process."""
         if torch.device(device).type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = tf32
             torch.backends.cudnn.allow_tf32 = tf32
-        return cls(StableDiffusionPipeline.from_pretrained(folder, dtype=torch.float32).to(device))
+        return cls(DiffusionPipeline.from_pretrained(spec.folder, dtype=torch.float32).to(device), spec)
 
     @cached_property
     def subjects(self) -> Mapping[str, Subject]:
@@ -104,39 +108,67 @@ class Base:
     @property
     def latent_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of one picture's latents."""
-        size = self.unet.config.sample_size
-        return self.unet.config.in_channels, size, size
+        size = self.denoiser.config.sample_size
+        return self.denoiser.config.in_channels, size, size
 
     @torch.no_grad()
     def _trace(self) -> tuple[tuple[str, nn.Module], ...]:
         ran: list[nn.Module] = []
-        modules = [module for name, module in self.unet.named_modules() if name.endswith("attn2")]
+        modules = [module for name, module in self.denoiser.named_modules() if name.endswith("attn2")]
+        looked_up: list[nn.Module] = []
         hooks = [m.register_forward_hook(lambda module, _args, _out: ran.append(module)) for m in modules]
+        embeddings = token_embeddings(self.text_encoder)
+        hooks += [m.register_forward_hook(lambda module, _args, _out: looked_up.append(module)) for m in embeddings]
         try:
             latents = torch.zeros(1, *self.latent_shape, device=self.device)
-            self.unet(latents, torch.zeros(1, dtype=torch.long, device=self.device), self.encode(self.tokenize([""])[0].to(self.device)))
+            ids = self.tokenize([""])[0].to(self.device)
+            self.predict(latents, torch.zeros(1, dtype=torch.long, device=self.device), self.encode(ids), self.mask(ids))
         finally:
             for hook in hooks:
                 hook.remove()
         if len(ran) != len(modules) or len(set(ran)) != len(ran):
             raise ValueError(f"the denoiser ran {len(ran)} cross-attentions of its {len(modules)}; expected each once")
+        self.embedding: Any = looked_up[0]
         return tuple((f"context.{i}", module) for i, module in enumerate(ran))
 
+    def mask(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """1 where a text stands in ids `[batch, time]`, its end included, int64; None where encoder and denoiser are not told."""
+        return (ids != self.tokenizer.pad_token_id).long() if self.spec.masked else None
+
+    def encoded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The encoder's last hidden states `[batch, time, width]` of ids `[batch, time]` on the device, with what is hooked into it."""
+        mask = self.mask(ids)
+        return self.text_encoder(ids)[0] if mask is None else self.text_encoder(ids, attention_mask=mask)[0]
+
+    def predict(self, noisy: torch.Tensor, timesteps: torch.Tensor, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The denoiser's prediction `[batch, channels, h, w]`, with what is hooked into it; `mask` is that of the states' ids."""
+        if mask is None:
+            return self.denoiser(noisy, timesteps, states, return_dict=False)[0]
+        told = {"encoder_hidden_states": states, "timestep": timesteps, "encoder_attention_mask": mask}
+        return self.denoiser(noisy, **told, return_dict=False)[0]
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        """What the cross-attentions read of the states `[batch, time, width]`: `[batch, time, context_width]`; differentiable."""
+        return states if self.spec.projection is None else self.denoiser.get_submodule(self.spec.projection)(states)
+
     def tokenize(self, texts: Sequence[str]) -> tuple[torch.Tensor, np.ndarray]:
-        """ids int64 `[batch, 77]` on the CPU, as the pipeline makes them, and characters `[batch, 77, 2]` that each token covers."""
+        """ids int64 `[batch, time]` on the CPU, as the pipeline makes them, and characters `[batch, time, 2]` that each token covers; a
+        token that is a space and nothing else covers none."""
         out = self.tokenizer(
             list(texts), padding="max_length", max_length=self.length, truncation=True, return_offsets_mapping=True, return_tensors="pt"
         )
-        return out.input_ids, np.asarray(out.offset_mapping)
+        characters = np.asarray(out.offset_mapping)
+        characters[np.isin(out.input_ids.numpy(), list(self._blank))] = 0
+        return out.input_ids, characters
 
     def word_ids(self, word: str) -> list[int]:
-        """The word's own token ids, without the sequence's ends."""
-        return self.tokenizer(word, add_special_tokens=False).input_ids
+        """The word's own token ids, without the sequence's ends and a space in front."""
+        return [i for i in self.tokenizer(word, add_special_tokens=False).input_ids if i not in self._blank]
 
     @torch.no_grad()
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """The untouched encoder's last hidden states `[batch, 77, width]` of ids `[batch, 77]` on the device; no gradients."""
-        return torch.cat([self.text_encoder(chunk)[0] for chunk in ids.split(_CHUNK)])
+        """The untouched encoder's last hidden states `[batch, time, width]` of ids `[batch, time]` on the device; no gradients."""
+        return torch.cat([self.encoded(chunk) for chunk in ids.split(_CHUNK)])
 
     def rows(
         self,
@@ -155,11 +187,11 @@ class Base:
                 that a run fills, and its span has that length.
 
         Raises:
-            ValueError: a word is cut off at 77 tokens, or shares a token with its neighbours.
+            ValueError: a word is cut off at the prompt's length, or shares a token with its neighbours.
         """
         if not len(texts) == len(words) == len(run) or run.ndim != 2:
             raise ValueError(f"{len(texts)} prompts, {len(words)} tuples of words, runs {list(run.shape)}; expected [batch, slots] runs")
-        stand_in = None if vectors is None else " ".join([STAND_IN] * vectors)
+        stand_in = None if vectors is None else " ".join([self.spec.stand_in] * vectors)
         filled, spans = [], []
         known: dict[str, int] = {}
         for text, given, owners in zip(texts, words, run.tolist(), strict=True):

@@ -42,7 +42,7 @@ class _Memory:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            weights = [p for part in (base.unet, base.text_encoder, base.vae) for p in part.parameters()]
+            weights = [p for part in (base.denoiser, base.text_encoder, base.vae) for p in part.parameters()]
             # judges and latents may lie there too, from other pieces
             self.other = torch.cuda.memory_allocated(self.device) - sum(p.numel() * p.element_size() for p in weights)
         else:
@@ -67,9 +67,11 @@ def _bare_step(base: Base, batch: int) -> Callable[[], None]:
     states = torch.randn(batch, base.length, base.width, generator=generator).to(base.device)
     timesteps = torch.linspace(0, base.scheduler.config.num_train_timesteps - 1, batch).long().to(base.device)
 
+    mask = torch.ones(batch, base.length, dtype=torch.int64, device=base.device) if base.spec.masked else None
+
     def step() -> None:
         read = states.clone().requires_grad_()
-        base.unet(noisy, timesteps, read, return_dict=False)[0].square().mean().backward()
+        base.predict(noisy, timesteps, read, mask).square().mean().backward()
 
     return step
 

@@ -1,4 +1,4 @@
-"""Pictures of many runs at once, by the real `StableDiffusionPipeline`: it samples, the method's hooks are in its denoiser."""
+"""Pictures of many runs at once, by the base's real pipeline: it samples, the method's hooks are in its denoiser."""
 
 from __future__ import annotations
 
@@ -51,11 +51,15 @@ def draw(
         both = base.empty(part).joined(part)
         with torch.autocast(base.device.type, autocast, enabled=autocast is not None):
             states = both.states if adapters is None else adapters.states(base, both)
-            negative, positive = states.chunk(2)
+            named = {"embeds": states}
+            if (mask := base.mask(both.ids)) is not None:
+                named["attention_mask"] = mask
+            halves = {name: whole.chunk(2) for name, whole in named.items()}
+            given = {f"{side}prompt_{name}": half[i] for name, half in halves.items() for i, side in enumerate(("negative_", ""))}
             with nullcontext() if adapters is None else adapters.attached(base, both, states):
                 made = base.pipe(
-                    prompt_embeds=positive,
-                    negative_prompt_embeds=negative,
+                    **given,
+                    **base.spec.drawing,
                     num_inference_steps=steps,
                     guidance_scale=guidance,
                     generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds[first : first + size]],

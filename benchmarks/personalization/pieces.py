@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from tables import ROOT, circumstances
 
-from benchmarks.personalization.base import EMOJI_SD, Base, Taught
+from benchmarks.personalization.base import Base, Taught
+from benchmarks.personalization.bases import EMOJI_SD, BaseSpec
 from benchmarks.personalization.methods import LABELS, Adapters, method_of
 from benchmarks.personalization.plan import OURS, Piece, Settings, Subjects
 from benchmarks.personalization.priors import Priors
@@ -45,15 +46,15 @@ WINDOW = 25
 class Bench:
     """What pieces share, each part loaded when it is first asked for."""
 
-    def __init__(self, device: str | torch.device = "cpu", folder: Path = EMOJI_SD, *, tf32: bool = True) -> None:
-        self.device, self.folder, self.tf32 = torch.device(device), folder, tf32
+    def __init__(self, device: str | torch.device = "cpu", spec: BaseSpec = EMOJI_SD, *, tf32: bool = True) -> None:
+        self.device, self.spec, self.tf32 = torch.device(device), spec, tf32
         self._taught: dict[str, Taught] = {}
         self._galleries: dict[tuple[str, ...], Gallery] = {}
         self._priors: dict[tuple[int, int, float], Priors] = {}
 
     @cached_property
     def base(self) -> Base:
-        return Base.load(self.device, self.folder, tf32=self.tf32)
+        return Base.load(self.device, self.spec, tf32=self.tf32)
 
     @cached_property
     def judges(self) -> Judges:
@@ -75,7 +76,13 @@ class Bench:
     def inputs(self) -> str:
         """A digest of the base's weights, the judges' and the subjects' pictures."""
         digest = hashlib.sha256()
-        for path in (*sorted(self.folder.rglob("*.safetensors")), *sorted(self.folder.rglob("*.json")), *(ROOT / name for name in INPUTS)):
+        folder = self.spec.folder
+        # a part that a base shares with another is a link, which a search does not follow
+        shared = [path for path in sorted(folder.iterdir()) if path.is_symlink() and path.is_dir()]
+        weights, configs = (
+            [f for place in (folder, *shared) for f in sorted(place.rglob(f"*.{kind}"))] for kind in ("safetensors", "json")
+        )
+        for path in (*weights, *configs, *(ROOT / name for name in INPUTS)):
             if path.name != "metrics.json":
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()
@@ -153,6 +160,7 @@ def save_piece(bench: Bench, piece: Piece, outcome: Outcome, seconds: float, fol
     content = {
         "key": piece.key(bench.inputs),
         "inputs": bench.inputs,
+        "base": bench.spec.name,
         "piece": piece.described(),
         "cells": sorted(piece.cells()),
         "seconds": round(seconds, 1),

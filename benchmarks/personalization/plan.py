@@ -248,9 +248,7 @@ def methods(
         runs = [Run(method=method, subject=name, seed=SEEDS[0], learning_rate=rate) for name in names]
         at = (settings.main,) if is_control(method) else settings.checkpoints
         controls = tuple(drawn_controls) if method == OURS else ()
-        pieces += _pieces(
-            "methods", runs, names, subjects, settings, draw_at=at, between_seeds=(SEEDS[0],), pairs=True, controls=controls
-        )
+        pieces += _pieces("methods", runs, names, subjects, settings, draw_at=at, between_seeds=(SEEDS[0],), pairs=True, controls=controls)
     return pieces
 
 
@@ -288,9 +286,7 @@ def levers(
             for rate in tried or [_rate(method, rates, "levers")]
             for name in names
         ]
-        pieces += _pieces(
-            "levers", runs, names, subjects, settings, label=label, draw_at=(settings.main,), pairs=len(tried) < 2
-        )
+        pieces += _pieces("levers", runs, names, subjects, settings, label=label, draw_at=(settings.main,), pairs=len(tried) < 2)
     return pieces
 
 
@@ -302,18 +298,30 @@ def _frozen(value: Any) -> Any:
 
 
 def final(
-    subjects: Subjects, settings: Settings, rates: Mapping[str, float], lora: str | None, *, only: Sequence[str] = ()
+    subjects: Subjects,
+    settings: Settings,
+    rates: Mapping[str, float],
+    lora: str | None,
+    *,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (),
 ) -> list[Piece]:
-    """The methods of the final table on the final subjects, three seeds, all pairs; `lora` is the best one on the development subjects."""
+    """The methods of the final table on the final subjects, three seeds, all pairs; `lora` is the best one on the development subjects.
+
+    `only` may name other methods too. With `seeds`, which are three or fewer, a piece holds one seed: pieces take a third of the time.
+    """
     names = _check("final", subjects.final, subjects)
     if lora is None:
         raise PlanError("stage final: the best LoRA is not known; run the stage sweep for the methods lora-*, and merge its pieces, first")
-    wanted = [m for m in dict.fromkeys((*FINAL, lora, OURS)) if not only or m in only]
+    if wrong := set(seeds) - set(SEEDS):
+        raise PlanError(f"stage final: seed {min(wrong)} is not one of {', '.join(map(str, SEEDS))}")
     pieces = []
-    for method in [_known(m) for m in wanted]:
-        rate = _rate(method, rates, "final")
-        runs = [Run(method=method, subject=name, seed=seed, learning_rate=rate) for seed in SEEDS for name in names]
-        pieces += _pieces("final", runs, names, subjects, settings, draw_at=settings.checkpoints, between_seeds=(SEEDS[0],), pairs=True)
+    # all methods at one seed before any at the next: when time runs out, methods have the same seeds
+    for together in [(seed,) for seed in seeds] or [SEEDS]:
+        for method in [_known(m) for m in only or dict.fromkeys((*FINAL, lora, OURS))]:
+            rate = _rate(method, rates, "final")
+            runs = [Run(method=method, subject=name, seed=seed, learning_rate=rate) for seed in together for name in names]
+            pieces += _pieces("final", runs, names, subjects, settings, draw_at=settings.checkpoints, between_seeds=(SEEDS[0],), pairs=True)
     return pieces
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.personalization.report                       # tables, plots, and sheets from build/personalization
     python -m benchmarks.personalization.report --check               # exit code 1 where the page's tables differ
 
-Between the lines `<!-- results:NAME -->` and `<!-- /results:NAME -->` everything is replaced; no figure stands elsewhere on
-the page. What has not been measured says so, and which stage of the bench measures it. Imports the tables, plots and sheets.
+Between the lines `<!-- results:NAME -->` and `<!-- /results:NAME -->` everything is replaced, and between `<!-- dit:NAME -->` and
+its end what was measured on the second base; no figure stands elsewhere on the page. What has not been measured says so, and which
+stage of the bench measures it. Imports the tables, plots and sheets.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.personalization import tables_development, tables_final
+from benchmarks.personalization import tables_development, tables_final, tables_second
+from benchmarks.personalization.bases import EMOJI_PIXART
 from benchmarks.personalization.results import PATH, ROOT, NotMeasured, Results
 from tiny_engram.files import write_atomically
 
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = "images/personalization"
-MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- /results:(?P=name) -->)", re.DOTALL)
+
+
+def _marked(prefix: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {prefix}:(?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- /{prefix}:(?P=name) -->)", re.DOTALL)
+
+
+MARKED, ON_SECOND = _marked("results"), _marked("dit")
+PATH_SECOND = EMOJI_PIXART.results_path
 TABLES: dict[str, Callable[[Results], str]] = {**tables_final.TABLES, **tables_development.TABLES}
 PLOTS = {
     "fidelity": "Concept fidelity against prompt fidelity, with 95 % intervals",
@@ -56,12 +65,21 @@ def fill_in(text: str, results: Results, folder: Path) -> str:
     Raises:
         ValueError: a marker that is none of the blocks, or a block that the page has no place for.
     """
-    made = blocks(results, folder)
-    found = [match["name"] for match in MARKED.finditer(text)]
+    return _filled(text, MARKED, "results", blocks(results, folder))
+
+
+def fill_in_second(text: str, results: Results) -> str:
+    """The page with every place of the second base written anew. Raises ValueError as `fill_in` does."""
+    made: dict[str, Callable[[], str]] = {name: lambda make=make: make(results) for name, make in tables_second.TABLES.items()}
+    return _filled(text, ON_SECOND, "dit", made)
+
+
+def _filled(text: str, marked: re.Pattern[str], prefix: str, made: dict[str, Callable[[], str]]) -> str:
+    found = [match["name"] for match in marked.finditer(text)]
     if unknown := sorted(set(found) - set(made)):
-        raise ValueError(f"marker results:{unknown[0]} is none of {', '.join(made)}")
+        raise ValueError(f"marker {prefix}:{unknown[0]} is none of {', '.join(made)}")
     if lacking := [name for name in made if name not in found]:
-        raise ValueError(f"the page has no place for {lacking[0]}: put '<!-- results:{lacking[0]} -->' and its end there, a line each")
+        raise ValueError(f"the page has no place for {lacking[0]}: put '<!-- {prefix}:{lacking[0]} -->' and its end there, a line each")
 
     def replaced(match: re.Match[str]) -> str:
         try:
@@ -70,16 +88,20 @@ def fill_in(text: str, results: Results, folder: Path) -> str:
             block = f"*Not measured yet: {missing}.*\n"
         return f"{match[1]}{block}{match[4]}"
 
-    return MARKED.sub(replaced, text)
+    return marked.sub(replaced, text)
 
 
 def differing(text: str, results: Results, folder: Path) -> list[str]:
     """Names of the marked places of a page that do not say what the results say."""
-    anew = {match["name"]: match["old"] for match in MARKED.finditer(fill_in(text, results, folder))}
-    return [match["name"] for match in MARKED.finditer(text) if match["old"] != anew[match["name"]]]
+    return _apart(text, fill_in(text, results, folder), MARKED)
 
 
-def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE) -> None:
+def _apart(text: str, filled: str, marked: re.Pattern[str]) -> list[str]:
+    anew = {match["name"]: match["old"] for match in marked.finditer(filled)}
+    return [match["name"] for match in marked.finditer(text) if match["old"] != anew[match["name"]]]
+
+
+def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE, second: Path = PATH_SECOND) -> None:
     """Draw plots and, where the folder `pictures` holds pieces, sheets, and fill in the page.
 
     Raises:
@@ -93,29 +115,32 @@ def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE) 
     drawn = plots.draw_all(measured, folder)
     if pictures is not None and any(pictures.glob("*.zip")):
         drawn += sheets.draw_all(measured, Pictures(pictures), folder)
-    text = page.read_text()
-    write_atomically(page, fill_in(text, measured, page.parent).encode())
+    text = fill_in(page.read_text(), measured, page.parent)
+    write_atomically(page, fill_in_second(text, Results.load(second)).encode())
     for path in [*drawn, page]:
         print(f"{path.name}, {path.stat().st_size:,} bytes")
 
 
-def check(results: Path = PATH, page: Path = PAGE) -> list[str]:
-    """Names of the places of the page that differ from the results file; none where they agree."""
-    return differing(page.read_text(), Results.load(results), page.parent)
+def check(results: Path = PATH, page: Path = PAGE, second: Path = PATH_SECOND) -> list[str]:
+    """Names of the places of the page that differ from the results files; none where they agree."""
+    text = page.read_text()
+    others = _apart(text, fill_in_second(text, Results.load(second)), ON_SECOND)
+    return differing(text, Results.load(results), page.parent) + [f"dit:{name}" for name in others]
 
 
 def cli(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.personalization.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page agrees with the results")
     parser.add_argument("--results", type=Path, default=PATH)
+    parser.add_argument("--second", type=Path, default=PATH_SECOND, help="results on the second base")
     parser.add_argument("--pictures", type=Path, default=ROOT / "build" / "personalization", help="the folder of pieces")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(words)
     try:
         if not args.check:
-            main(args.results, args.pictures, args.page)
+            main(args.results, args.pictures, args.page, args.second)
             return 0
-        wrong = check(args.results, args.page)
+        wrong = check(args.results, args.page, args.second)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from benchmarks.personalization.bases import EMOJI_SD
 from tiny_engram.files import write_atomically
 
 __all__ = ["Pictures", "PieceFile", "load_results", "merge", "pack", "save_results", "unpack"]
@@ -146,15 +147,21 @@ def unpack(packs: Sequence[Path], folder: Path) -> list[PieceFile]:
     return pieces
 
 
-def load_results(path: Path) -> dict[str, Any]:
-    """The results file, or an empty one. Raises ValueError where it is none."""
-    empty = {"pieces": {}, "judges": {}, "ceilings": {}, "stages": {}, "pairs": [], "losses": {}, "costs": {}, "settings": {}}
+def load_results(path: Path, base: str = EMOJI_SD.name) -> dict[str, Any]:
+    """The results file of a base, or an empty one. Raises ValueError where it is none, or another base's."""
+    empty = {} if base == EMOJI_SD.name else {"base": base}
+    empty |= {"pieces": {}, "judges": {}, "ceilings": {}, "stages": {}, "pairs": [], "losses": {}, "costs": {}, "settings": {}}
     if not path.exists():
         return empty
     try:
-        return empty | _parsed(path.read_text())
+        results = empty | _parsed(path.read_text())
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: no results of this bench ({error}); move it away, or restore it") from error
+    if (found := results.get("base", EMOJI_SD.name)) != base:
+        raise ValueError(
+            f"{path}: results on the base {found}, expected those on {base}; give --base {found}, or another file by --results"
+        )
+    return results
 
 
 def save_results(path: Path, results: Mapping[str, Any]) -> None:
@@ -178,8 +185,14 @@ def merge(results: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> di
     another version.
 
     Of two pieces about the same runs the one that was finished later stays, in whatever order they come. Every record
-    names its piece by the first 8 digits of its key.
+    names its piece by the first 8 digits of its key. Results and pieces that name no base are about emoji-sd.
+
+    Raises:
+        ValueError: a piece of another base.
     """
+    base = results.get("base", EMOJI_SD.name)
+    if others := {piece.get("base", EMOJI_SD.name) for piece in pieces} - {base}:
+        raise ValueError(f"pieces on the base {others.pop()}, but the results are about {base}; give --base, or another folder by --out")
     merged = {name: dict(value) if isinstance(value, dict) else value for name, value in results.items()}
     stages = {stage: list(records) for stage, records in results["stages"].items()}
     pairs = list(results["pairs"])

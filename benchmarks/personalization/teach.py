@@ -222,7 +222,7 @@ def _losses(
     with torch.autocast(base.device.type, autocast, enabled=autocast is not None):
         states = adapters.states(base, rows)
         with adapters.attached(base, rows, states):
-            predicted = base.unet(noisy, timesteps, states, return_dict=False)[0]
+            predicted = base.predict(noisy, timesteps, states, base.mask(rows.ids))
     error = (predicted.float() - objective.target_of(plan.schedule, latents, noise[:, 0], timesteps)).square()
     if plan.masks is not None:
         error = error * plan.masks[pictures]

@@ -79,7 +79,7 @@ class TriggerFree:
         self.latents = noise.to(base.device)
         self.timestep = torch.tensor(int(base.scheduler.config.num_train_timesteps * MIDDLE), device=base.device)
         self.rows = self._encoded()
-        self.predictions = [self._denoised(part.states) for part in self._parts(self.rows)]
+        self.predictions = [self._denoised(part.states, part.ids) for part in self._parts(self.rows)]
         self.pictures = self._draw(self.rows, None)
 
     def _encoded(self) -> Rows:
@@ -89,9 +89,9 @@ class TriggerFree:
     def _parts(self, rows: Rows) -> list[Rows]:
         return [rows.part(first, min(first + self.chunk, len(self.texts))) for first in range(0, len(self.texts), self.chunk)]
 
-    def _denoised(self, states: torch.Tensor) -> torch.Tensor:
+    def _denoised(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         size = len(states)
-        return self.base.unet(self.latents[:size], self.timestep.expand(size), states, return_dict=False)[0]
+        return self.base.predict(self.latents[:size], self.timestep.expand(size), states, self.base.mask(ids))
 
     def _draw(self, rows: Rows, adapters: Adapters | None) -> np.ndarray:
         how: dict[str, Any] = {"steps": self.settings.drawing_steps, "guidance": self.settings.guidance}
@@ -111,7 +111,7 @@ class TriggerFree:
             states, own = states_of(part), plain[number].states
             marked = near[number * self.chunk :][: len(states)]
             with attached(part, states):
-                predicted = self._denoised(states)
+                predicted = self._denoised(states, part.ids)
             apart["conditioning"].append((states, own))
             apart["near"].append((states[marked], own[marked]))
             apart["denoiser"].append((predicted, self.predictions[number]))

@@ -140,9 +140,9 @@ def own_pipe():
     """A second copy of the base's pipeline, for tests that train its weights or load adapters into it."""
     from diffusers import StableDiffusionPipeline
 
-    from benchmarks.personalization.base import EMOJI_SD
+    from benchmarks.personalization.bases import EMOJI_SD
 
-    pipe = StableDiffusionPipeline.from_pretrained(EMOJI_SD, dtype=torch.float32)
+    pipe = StableDiffusionPipeline.from_pretrained(EMOJI_SD.folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     for part in (pipe.unet, pipe.text_encoder, pipe.vae):
         part.requires_grad_(False).eval()

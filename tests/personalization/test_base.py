@@ -15,9 +15,11 @@ def words_at(base, rows):
 
 def test_cross_attentions_are_in_running_order_and_read_the_text(base):
     ran = []
-    hooks = [m.register_forward_hook(lambda m, a, o: ran.append(m), always_call=True) for m in base.unet.modules() if hasattr(m, "to_k")]
+    hooks = [
+        m.register_forward_hook(lambda m, a, o: ran.append(m), always_call=True) for m in base.denoiser.modules() if hasattr(m, "to_k")
+    ]
     try:
-        base.unet(torch.zeros(1, 12, 16, 16), torch.tensor([500]), torch.zeros(1, 77, 128))
+        base.denoiser(torch.zeros(1, 12, 16, 16), torch.tensor([500]), torch.zeros(1, 77, 128))
     finally:
         for hook in hooks:
             hook.remove()
@@ -27,8 +29,8 @@ def test_cross_attentions_are_in_running_order_and_read_the_text(base):
 
 
 def test_nothing_of_the_base_is_trained(base):
-    assert not any(p.requires_grad for part in (base.unet, base.text_encoder, base.vae) for p in part.parameters())
-    assert not any(m.training for part in (base.unet, base.text_encoder, base.vae) for m in part.modules())
+    assert not any(p.requires_grad for part in (base.denoiser, base.text_encoder, base.vae) for p in part.parameters())
+    assert not any(m.training for part in (base.denoiser, base.text_encoder, base.vae) for m in part.modules())
 
 
 def test_rows_are_what_the_pipeline_encodes(base):

@@ -102,11 +102,11 @@ def test_off_is_the_base(base, stack):
     latents, at = torch.ones(1, *base.latent_shape), torch.tensor([500])
     assert off.states(base, rows) is rows.states
     with off.attached(base, rows, rows.states):
-        drawn = base.unet(latents, at, rows.states)[0]
-    bare = base.unet(latents, at, rows.states)[0]
+        drawn = base.denoiser(latents, at, rows.states)[0]
+    bare = base.denoiser(latents, at, rows.states)[0]
     assert torch.equal(drawn, bare)
     with stack.attached(base, rows, rows.states):
-        assert not torch.equal(base.unet(latents, at, rows.states)[0], bare)
+        assert not torch.equal(base.denoiser(latents, at, rows.states)[0], bare)
 
 
 def test_donor_rows_come_from_another_subject(stack):

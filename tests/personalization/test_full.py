@@ -8,11 +8,11 @@ from benchmarks.personalization.teach import teach
 
 
 def test_training_and_pictures_equal_those_of_a_trained_copy(base, taught, run, own_pipe, plain_batch):
-    own = {name: weight.clone() for name, weight in base.unet.named_parameters()}
+    own = {name: weight.clone() for name, weight in base.denoiser.named_parameters()}
     adapters = METHODS["full"](base, [run("full", "disc", seed=3, factor=20)])
     rate = 20 * RATES["full"]
     losses = teach(base, adapters, [taught["disc"]], steps=2, batch_size=1)
-    assert all(torch.equal(weight, own[name]) for name, weight in base.unet.named_parameters())
+    assert all(torch.equal(weight, own[name]) for name, weight in base.denoiser.named_parameters())
 
     unet = own_pipe.unet.requires_grad_(True)
     adam = torch.optim.AdamW(unet.parameters(), lr=rate, weight_decay=1e-2)

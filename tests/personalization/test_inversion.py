@@ -86,13 +86,17 @@ def test_what_is_shipped(base, run):
     torch.testing.assert_close(one.values(0)["embeddings"][0].float(), start, rtol=1e-3, atol=1e-4)
 
 
-def test_triggers_of_other_lengths_are_refused(base, run, subjects):
+def test_triggers_of_several_lengths_share_a_stack(base, run, subjects):
     base.subjects = {**subjects, "long": dataclasses.replace(subjects["disc"], name="long", trigger="zaki-lun")}
     try:
-        with pytest.raises(ValueError, match="triggers of \\[3, 4\\] tokens"):
-            METHODS["inversion-t"](base, [run("inversion-t", "disc"), run("inversion-t", "long")])
+        both = METHODS["inversion-t"](base, [run("inversion-t", "disc"), run("inversion-t", "long")])
+        alone = METHODS["inversion-t"](base, [run("inversion-t", "long")])
+        rows = base.rows(["a {0}", "{0}"], [("rugo-bin",), ("zaki-lun",)], torch.tensor([[0], [1]]))
+        other = base.rows(["a {0}", "{0}"], [("rugo-bin",), ("zaki-lun",)], torch.tensor([[-1], [0]]))
+        assert torch.equal(both.states(base, rows)[1], alone.states(base, other)[1])
+        assert [both.payload(i) for i in range(2)] == [4 * 128 * 2, 3 * 128 * 2] and alone.payload(0) == both.payload(1)
     finally:
         base.subjects = subjects
-    rows = base.rows(["a {0}"], [("owl",)], torch.tensor([[0]]))
-    with pytest.raises(ValueError, match="spans of \\[1\\] tokens, expected 4"):
+    rows = base.rows(["a {0}"], [("rugo-bin rugo-bin",)], torch.tensor([[0]]))
+    with pytest.raises(ValueError, match="a span of 8 tokens, expected at most 4"):
         METHODS["inversion-t"](base, [run("inversion-t", "disc")]).states(base, rows)

@@ -5,16 +5,17 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
+from benchmarks.personalization.bases import EMOJI_SD
 from benchmarks.personalization.draw import draw
 from benchmarks.personalization.methods import METHODS, RATES
-from benchmarks.personalization.methods.lora import TARGETS, LoraBoth8, LoraUnet8
+from benchmarks.personalization.methods.lora import LoraBoth8, LoraUnet8
 from benchmarks.personalization.teach import teach
 
 SIZES = {"lora-unet-r4": 66_304, "lora-unet-r8": 132_608, "lora-text-r4": 16_384, "lora-text-r8": 32_768, "lora-both-r8": 165_376}
 
 
 def config(part: str, rank: int) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(TARGETS[part]))
+    return LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(EMOJI_SD.adapted[part]))
 
 
 def with_peft(pipe, adapters, index: int) -> list[torch.nn.Parameter]:
@@ -22,9 +23,10 @@ def with_peft(pipe, adapters, index: int) -> list[torch.nn.Parameter]:
     values = adapters.values(index)
     trained = []
     for part in adapters.parts:
-        module = getattr(pipe, part)
+        attribute = adapters.prefixes[part]
+        module = getattr(pipe, attribute)
         inject_adapter_in_model(config(part, adapters.rank), module)
-        mine = {name.removeprefix(f"{part}."): value for name, value in values.items() if name.startswith(f"{part}.")}
+        mine = {name.removeprefix(f"{attribute}."): value for name, value in values.items() if name.startswith(f"{attribute}.")}
         theirs = get_peft_model_state_dict(module, adapter_name="default")
         assert {k: v.shape for k, v in mine.items()} == {k: v.shape for k, v in theirs.items()}
         set_peft_model_state_dict(module, {name: value.float() for name, value in mine.items()}, adapter_name="default")
@@ -84,7 +86,7 @@ def test_training_equals_peft_run_by_run(base, taught, run, own_pipe, plain_batc
             if target.part == part:
                 flat[f"{target.name}.lora_A.default.weight"] = down.view(-1, 8).T
                 flat[f"{target.name}.lora_B.default.weight"] = up.view(8, -1).T
-        mine += [flat[n] for n, p in getattr(own_pipe, part).named_parameters() if p.requires_grad]
+        mine += [flat[n] for n, p in getattr(own_pipe, adapters.prefixes[part]).named_parameters() if p.requires_grad]
     difference = torch.cat([(m - p.detach()).flatten() for m, p in zip(mine, trained, strict=True)])
     length = torch.cat([m.flatten() for m in moved])
     assert difference.norm() < 0.01 * length.norm() and length.abs().median() > RATES[name]
@@ -110,14 +112,14 @@ def test_two_subjects_add_up_and_none_is_none(base, run):
     words = [("rugo-bin", "vex-lumo")] * 4
     rows = base.rows(["{0} and {1}"] * 4, words, torch.tensor([[0, 1], [1, 0], [0, -1], [-1, -1]]))
     latents = torch.randn(1, *base.latent_shape, generator=torch.Generator().manual_seed(0)).expand(4, -1, -1, -1)
-    module = base.unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn2.to_k")
+    module = base.denoiser.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn2.to_k")
     seen = {}
     hook = module.register_forward_hook(lambda m, args, out: seen.update(x=args[0], plain=out))  # runs before the method's own
     read = module.register_forward_hook
     try:
         with torch.no_grad(), adapters.attached(base, rows, rows.states):
             last = read(lambda m, args, out: seen.update(out=out))
-            base.unet(latents, torch.tensor([400]), rows.states)
+            base.denoiser(latents, torch.tensor([400]), rows.states)
             last.remove()
     finally:
         hook.remove()

@@ -35,7 +35,7 @@ def predict(base, adapters, rows, watched=()):
     latents = torch.randn(1, *base.latent_shape, generator=torch.Generator().manual_seed(3)).expand(len(rows.ids), -1, -1, -1)
     # the watching hooks come second: they see what the maps have made of it
     with adapters.attached(base, rows, rows.states), hooked(hooks):
-        return base.unet(latents, torch.full((len(rows.ids),), 400), rows.states, return_dict=False)[0], seen
+        return base.denoiser(latents, torch.full((len(rows.ids),), 400), rows.states, return_dict=False)[0], seen
 
 
 def triggers(base, *names):
@@ -66,7 +66,7 @@ def test_the_formula(base, make):
     """Two subjects in one prompt, each with its own map where the picture looks at it."""
     ours = make("disc", "spot")
     rows = base.rows(["a 3d {0} next to a {1}"], [triggers(base, "disc", "spot")], torch.tensor([[0, 1]]))
-    modules = dict(base.unet.named_modules())
+    modules = dict(base.denoiser.named_modules())
     names = {module: name for name, module in modules.items()}
     for i, (_, attention) in enumerate(base.cross_attentions):
         feedforward = modules[names[attention].removesuffix("attn2") + "ff"]

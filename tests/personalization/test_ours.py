@@ -8,7 +8,7 @@ import torch
 import tiny_engram
 from benchmarks.personalization.draw import draw
 from benchmarks.personalization.methods.method import Rows
-from benchmarks.personalization.methods.ours import ROLE, Ours
+from benchmarks.personalization.methods.ours import Ours
 from benchmarks.personalization.methods.spans import BASES, CONFIG, hooked
 from benchmarks.personalization.teach import teach
 from tiny_engram.kernels.fixed_basis import fixed_basis
@@ -16,6 +16,7 @@ from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept
 from tiny_engram.training.class_word import CARRIERS
 
+ROLE = "clip_l"
 TEXTS = ("a 3d {0} on a red background", "flat {0}, blue background", "a {0}")
 ALL = "input+layer-2+span+key+value"
 LORA_R8 = 132_608 * 2  # bytes of LoRA r8 on this denoiser, float16
@@ -58,10 +59,10 @@ def denoise(base, adapters, rows, timesteps=None):
     states = rows.states if adapters is None else adapters.states(base, rows)
     with hooked(hooks):
         if adapters is None:
-            out = base.unet(latents, timesteps, states, return_dict=False)[0]
+            out = base.denoiser(latents, timesteps, states, return_dict=False)[0]
         else:
             with adapters.attached(base, rows, states):
-                out = base.unet(latents, timesteps, states, return_dict=False)[0]
+                out = base.denoiser(latents, timesteps, states, return_dict=False)[0]
     return out, seen
 
 
@@ -95,7 +96,7 @@ def test_every_projection_reads_what_the_product_would_give_it(base, make):
             read = seen[f"context.{i}.{kind}"]
             assert torch.equal(read, by_product(ours, kind, i, 0, states, spans_of(rows)))
             assert not torch.equal(read, states)
-    assert not any(m._forward_pre_hooks for m in base.unet.modules())
+    assert not any(m._forward_pre_hooks for m in base.denoiser.modules())
 
 
 @torch.no_grad()
@@ -302,9 +303,9 @@ def test_each_timestep_reads_its_band(base, make):
     # while drawing, all rows are at one timestep
     latents = torch.zeros(3, *base.latent_shape)
     with ours.attached(base, rows, rows.states):
-        ends, middle = (base.unet(latents, torch.tensor(t), encoder_hidden_states=rows.states)[0] for t in (990, 500))
-    assert torch.equal(ends, base.unet(latents, 990, rows.states)[0])
-    assert not torch.equal(middle, base.unet(latents, 500, rows.states)[0])
+        ends, middle = (base.denoiser(latents, torch.tensor(t), encoder_hidden_states=rows.states)[0] for t in (990, 500))
+    assert torch.equal(ends, base.denoiser(latents, 990, rows.states)[0])
+    assert not torch.equal(middle, base.denoiser(latents, 500, rows.states)[0])
 
 
 @torch.no_grad()

@@ -76,9 +76,9 @@ def test_a_piece_keeps_what_others_read(bench, taught, tmp_path, few):
 def test_methods_that_hold_one_run_take_turns(bench, few):
     piece, second = plan.sweep(bench.names, SETTINGS, only=["full"], teach=[SUBJECT])[:2]
     assert [run.subject for p in (piece, second) for run in p.runs] == ["octopus", "octopus"]
-    before = {name: p.clone() for name, p in bench.base.unet.named_parameters()}
+    before = {name: p.clone() for name, p in bench.base.denoiser.named_parameters()}
     outcome = run_piece(bench, replace(piece, gallery=(SUBJECT,)))
-    assert all(torch.equal(before[name], p) for name, p in bench.base.unet.named_parameters())
+    assert all(torch.equal(before[name], p) for name, p in bench.base.denoiser.named_parameters())
     assert len(outcome.records["sweep"]) == len(few) and not outcome.pairs and not outcome.pictures
 
 

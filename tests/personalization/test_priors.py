@@ -130,7 +130,7 @@ def by_hand(base, data, seed: int, step: int, shown: list) -> torch.Tensor:
         at = torch.tensor([int(drawn.timestep * 1000)])
         latents = source.means[k : k + 1] + source.stds[k : k + 1] * noise[1:]
         noisy = objective.add_noise(base.scheduler, latents, noise[:1], at)
-        predicted = base.unet(noisy, at, base.encode(base.tokenize([caption])[0])).sample
+        predicted = base.denoiser(noisy, at, base.encode(base.tokenize([caption])[0])).sample
         error = (predicted - objective.target_of(base.scheduler, latents, noise[:1], at))[0].square()
         if masks is not None:
             # the mean over the places that count, each alike
@@ -190,7 +190,7 @@ def test_levers_name_the_options_for_any_method():
 def test_a_lora_on_the_text_side_alone(base, run):
     adapters = EXTRA["lora-cross-r8"](base, [run("lora-cross-r8")])
     adapted = {name.removesuffix(".lora_A.weight").removeprefix("unet.") for name in adapters.values(0) if "lora_A" in name}
-    modules = dict(base.unet.named_modules())
+    modules = dict(base.denoiser.named_modules())
     assert {modules[name] for name in adapted} == {p for _, m in base.cross_attentions for p in (m.to_k, m.to_v)}
 
 

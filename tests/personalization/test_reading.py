@@ -21,7 +21,7 @@ def step(base, run):
 
     def predict(states: torch.Tensor) -> torch.Tensor:
         with made.attached(base, rows, states):
-            return base.unet(latents, torch.full((1,), 400), states, return_dict=False)[0]
+            return base.denoiser(latents, torch.full((1,), 400), states, return_dict=False)[0]
 
     return made, rows, predict
 

@@ -50,7 +50,11 @@ def test_the_page_agrees_with_the_results():
 
 
 def test_no_measured_figure_is_typed():
-    outside = OF_LANGUAGE_MODELS.sub("", report.MARKED.sub("", report.PAGE.read_text())).replace("SD1.5", "").replace("SD3.5", "")
+    outside = (
+        report.ON_SECOND.sub("", OF_LANGUAGE_MODELS.sub("", report.MARKED.sub("", report.PAGE.read_text())))
+        .replace("SD1.5", "")
+        .replace("SD3.5", "")
+    )
     assert not re.findall(r"\d\.\d|\d\s?%(?! intervals)", outside)
 
 
@@ -74,7 +78,9 @@ def test_what_the_page_points_to_exists():
 
 
 def test_every_place_is_filled_and_stays(data, filled):
-    assert "Not measured yet" not in re.sub(r"\*Not measured yet: no pictures[^*]*\*", "", OF_LANGUAGE_MODELS.sub("", filled))
+    assert "Not measured yet" not in re.sub(
+        r"\*Not measured yet: no pictures[^*]*\*", "", report.ON_SECOND.sub("", OF_LANGUAGE_MODELS.sub("", filled))
+    )
     assert report.differing(filled, Results(data), report.PAGE.parent) == []
     assert report.fill_in(filled, Results(data), report.PAGE.parent) == filled
     for name in report.TABLES:
@@ -211,6 +217,24 @@ def test_the_command(data, tmp_path, capsys):
         before = page.read_text()
         assert report.cli(words) == 2 and capsys.readouterr().err.count("\n") == 1
         assert page.read_text() == before
+
+
+def test_the_second_base_has_a_part_of_its_own(data, tmp_path, capsys):
+    page, kept = report.PAGE.read_text(), tmp_path / "personalization-dit.json"
+    gaps = report.fill_in_second(page, Results({}))
+    places = [match["old"] for match in report.ON_SECOND.finditer(gaps)]
+    assert places and all(old.startswith("*Not measured yet: ") for old in places)
+    filled = report.fill_in_second(page, Results(data | {"base": "emoji-pixart"}))
+    assert report.MARKED.findall(filled) == report.MARKED.findall(page)
+    found = {match["name"]: match["old"] for match in report.ON_SECOND.finditer(filled)}
+    assert found["summary"] == FINAL_TABLES["summary"](Results(data)) and rows(found["runs"])["Ours"][1:] == ["15", "0, 1, 2"]
+    (tmp_path / "results.md").write_text(filled)
+    kept.write_text(json.dumps(data | {"base": "emoji-pixart"}))
+    words = ["--page", str(tmp_path / "results.md"), "--second", str(kept), "--check"]
+    shutil.copytree(report.PAGE.parent / "images", tmp_path / "images")
+    assert report.cli(words) == 0, capsys.readouterr().err
+    (tmp_path / "results.md").write_text(filled.replace("265,216 |", "265,217 |"))
+    assert report.cli(words) == 1 and "dit:summary" in capsys.readouterr().err
 
 
 def test_formats():

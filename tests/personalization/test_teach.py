@@ -135,7 +135,7 @@ def test_checkpoints_show_what_would_be_saved_and_leave_no_trace(base, taught, i
 
 
 def test_the_base_keeps_its_bits(base, taught, run):
-    parts = (base.unet, base.text_encoder, base.vae)
+    parts = (base.denoiser, base.text_encoder, base.vae)
     before = [bits(part) for part in parts]
     for method in ("lora-both-r8", "inversion-1", "full"):
         teach(base, METHODS[method](base, [run(method)]), [taught["disc"]], steps=1, batch_size=1)

@@ -52,15 +52,15 @@ def test_ours_changes_nothing(base, run, untriggered):
     row = base.rows(["a {0}"], [(TRIGGER,)], torch.zeros(1, 1, dtype=torch.long))
     states = adapters.states(base, row)
     with torch.no_grad(), adapters.attached(base, row, states):
-        moved = untriggered._denoised(states)
-    assert not torch.equal(moved, untriggered._denoised(row.states)), "what is loaded does something where its trigger stands"
+        moved = untriggered._denoised(states, row.ids)
+    assert not torch.equal(moved, untriggered._denoised(row.states, row.ids)), "what is loaded does something where its trigger stands"
     for found in (untriggered.changed_by(adapters), untriggered.changed_by_product(adapters.concept(base, 0))):
         assert found["prompts"] == 10 and found["drawn"] == 1
         assert all(found[name] == {"max": 0.0, "mean": 0.0} for name in ("conditioning", "near", "denoiser", "pictures"))
 
 
 def test_the_product_is_taken_off_again(base, run, untriggered):
-    assert not list(itertools.chain(*(m._forward_pre_hooks.values() for _, m in base.unet.named_modules())))
+    assert not list(itertools.chain(*(m._forward_pre_hooks.values() for _, m in base.denoiser.named_modules())))
     assert torch.equal(untriggered._encoded().states, untriggered.rows.states)
 
 

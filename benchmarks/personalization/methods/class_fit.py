@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from benchmarks.personalization.methods.spans import Places, basis_matrices, encoder_with
+from benchmarks.personalization.methods.spans import CONFIG, Places, basis_matrices, encoder_with
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.residual import span_mean_norm
 from tiny_engram.training.class_word import CARRIERS, REACH, ROUNDS, WIDEST
@@ -57,6 +57,8 @@ def fit_class(ours: Ours, base: Base) -> None:
         else:
             # The span's own rows are still zero when it is fitted, and add nothing.
             here, there = ours.states(base, triggers), classes.states
+            if kind in options.context:
+                here, there = base.read(here), base.read(there)
         h = here[places.batch, places.time].float()
         target = there[places.batch, torch.tensor(target_time, device=base.device)].float()
         _solve(ours, kind, places, h, target - h, chosen)
@@ -70,7 +72,7 @@ def _inside(base: Base, ids: torch.Tensor, kind: str, changes: dict[str, Callabl
         seen.append(states)
         return states
 
-    encoder_with(base.text_encoder, ids, {**changes, kind: record})
+    encoder_with(base, ids, {**changes, kind: record})
     return seen[0]
 
 
@@ -81,7 +83,8 @@ def _solve(ours: Ours, kind: str, places: Places, h: torch.Tensor, delta: torch.
     """
     rows = ours.held("rows", kind)
     runs, _, positions, kept, head_dim = rows.shape
-    key_basis, value_basis = basis_matrices(ours.columns * head_dim, ours.width, h.device)[:, : kept * head_dim]
+    width = h.shape[-1]
+    key_basis, value_basis = basis_matrices(CONFIG.columns_at(width) * head_dim, width, h.device)[:, : kept * head_dim]
     scale, norm = ours.get_buffer(f"rho_{kind}")[places.run], span_mean_norm(h, torch.tensor(places.length))
     one, own = torch.ones_like(scale), places.run * positions + places.position
 

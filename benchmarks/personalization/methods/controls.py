@@ -68,7 +68,10 @@ class TrainableBasis(Ours):
 
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__(base, runs)
-        bases = basis_matrices(self.columns * CONFIG.head_dim, self.width, base.device)
+        widths = set(self.widths.values())
+        if len(widths) > 1:
+            raise ValueError(f"mounts of widths {sorted(widths)}: one pair of projections serves mounts of one width; name fewer mounts")
+        bases = basis_matrices(CONFIG.columns_at(*widths) * CONFIG.head_dim, *widths, base.device)
         self.key_basis, self.value_basis = (nn.Parameter(basis.expand(len(runs), -1, -1).clone()) for basis in bases)
 
     def arithmetic(
@@ -77,7 +80,7 @@ class TrainableBasis(Ours):
         if not hasattr(self, "key_basis"):  # while the rows are given their start
             return super().arithmetic(here, places, rows, gain, bias, scale)
         mounts = len(rows)
-        e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
+        e = functional.pad(rows, (0, 0, 0, CONFIG.columns_at(here.shape[-1]) - rows.shape[2])).flatten(2)
         # each position with a copy of its run's matrix: by a product with zeros, a run that diverged would reach the others
         own = (basis[places.run] for basis in (self.key_basis, self.value_basis))
         key, value = (torch.einsum("mnd,ndw->mnw", e, basis).flatten(0, 1) for basis in own)

@@ -35,7 +35,7 @@ class Full(Adapters):
             raise ValueError(f"full fine-tuning holds one run at a time, not {len(self.runs)}")
         # Every weight's module, its name there, and the copy's here: to look them up in each step would take as long as to run some.
         self._places: list[tuple[nn.Module, str, str]] = []
-        for path, module in base.unet.named_modules():
+        for path, module in base.denoiser.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 own = f"{path}.{name}".lstrip(".").replace(".", _DOT)
                 self.register_parameter(own, nn.Parameter(weight.detach().float().clone()[None]))

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) on the attention of the denoiser, of the text encoder, or of both.
 
 Set up as diffusers' scripts do with peft: `LoraConfig(r, lora_alpha=r, init_lora_weights="gaussian")` on to_q, to_k, to_v and
-to_out.0 of every attention of the UNet, and on q_proj, k_proj, v_proj and out_proj of the text encoder; AdamW, weight decay
+to_out.0 of every attention of the denoiser, and on the projections of the text encoder's; AdamW, weight decay
 1e-2, a constant rate. Written as hooks, so that many runs share a forward pass.
 """
 
@@ -21,13 +21,7 @@ from benchmarks.personalization.runs import Run
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
 
-__all__ = ["TARGETS", "Lora", "LoraBoth8", "LoraCross8", "LoraText4", "LoraText8", "LoraUnet4", "LoraUnet8"]
-
-# Part of the pipeline -> how the names of its adapted Linear modules end.
-TARGETS: dict[str, tuple[str, ...]] = {
-    "unet": ("to_q", "to_k", "to_v", "to_out.0"),
-    "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
-}
+__all__ = ["Lora", "LoraBoth8", "LoraCross8", "LoraText4", "LoraText8", "LoraUnet4", "LoraUnet8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +47,20 @@ class Lora(Adapters):
 
     rank: int
     parts: tuple[str, ...]
-    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = TARGETS
+    # Part of the pipeline -> how the names of its adapted Linear modules end; None for what the base says.
+    adapted: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
     weight_decay = 1e-2
 
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__(base, runs)
+        adapted = self.adapted or base.spec.adapted
+        # what the pipeline calls its parts, in files
+        self.prefixes = {"denoiser": base.spec.denoiser, "text_encoder": "text_encoder"}
         self.targets = tuple(
             _Target(part, name, module.in_features, module.out_features)
             for part in self.parts
             for name, module in getattr(base, part).named_modules()
-            if name.endswith(self.adapted[part]) and isinstance(module, nn.Linear)
+            if name.endswith(adapted[part]) and isinstance(module, nn.Linear)
         )
         self.factors = nn.Parameter(torch.stack([self._start(run.seed) for run in self.runs]).to(base.device))
 
@@ -105,14 +103,14 @@ class Lora(Adapters):
         if "text_encoder" not in self.parts:
             return rows.states
         with self._hooked(base, "text_encoder", rows):
-            return base.text_encoder(rows.ids)[0]
+            return base.encoded(rows.ids)
 
     @contextmanager
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
-        if "unet" not in self.parts:
+        if "denoiser" not in self.parts:
             yield
             return
-        with self._hooked(base, "unet", rows):
+        with self._hooked(base, "denoiser", rows):
             yield
 
     def values(self, run: int) -> dict[str, torch.Tensor]:
@@ -120,7 +118,7 @@ class Lora(Adapters):
         pieces = self.factors[run].detach().half().cpu().split([s for t in self.targets for s in t.sizes(self.rank)])
         found = {}
         for target, down, up in zip(self.targets, pieces[::2], pieces[1::2], strict=True):
-            name = f"{target.part}.{target.name}"
+            name = f"{self.prefixes[target.part]}.{target.name}"
             found[f"{name}.lora_A.weight"] = down.view(target.inputs, self.rank).T.contiguous()
             found[f"{name}.lora_B.weight"] = up.view(self.rank, target.outputs).T.contiguous()
         return found
@@ -137,11 +135,11 @@ class _Product:
 
 
 class LoraUnet4(Lora):
-    rank, parts = 4, ("unet",)
+    rank, parts = 4, ("denoiser",)
 
 
 class LoraUnet8(Lora):
-    rank, parts = 8, ("unet",)
+    rank, parts = 8, ("denoiser",)
 
 
 class LoraText4(Lora):
@@ -153,11 +151,11 @@ class LoraText8(Lora):
 
 
 class LoraBoth8(Lora):
-    rank, parts = 8, ("unet", "text_encoder")
+    rank, parts = 8, ("denoiser", "text_encoder")
 
 
 class LoraCross8(Lora):
     """What the projections of the text states alone can hold: keys and values of the cross-attentions."""
 
-    rank, parts = 8, ("unet",)
-    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"unet": ("attn2.to_k", "attn2.to_v")}
+    rank, parts = 8, ("denoiser",)
+    adapted: ClassVar[Mapping[str, tuple[str, ...]] | None] = {"denoiser": ("attn2.to_k", "attn2.to_v")}

@@ -22,20 +22,23 @@ def exact(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def wide_mass(query: torch.Tensor, key: torch.Tensor, fired: torch.Tensor, *, heads: int, scale: float) -> torch.Tensor:
+def wide_mass(
+    query: torch.Tensor, key: torch.Tensor, fired: torch.Tensor, *, heads: int, scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The attention that each place pays to the trigger's tokens, by head and, equal for all of them, by the head's channels.
 
     Args:
         query: `[rows, places, heads * d]`; key `[rows, time, heads * d]`.
         fired: float32 `[rows, time, d]`, neighbours in memory along d: 1 where the trigger stands, at every channel.
         scale: of the products before the softmax.
+        bias: `[rows, 1, 1, time]`, added to them: a mask over the text.
 
     Returns:
         float32 `[rows, places, heads, d]`, from 0 to 1. Differentiable by query and key.
     """
     with torch.autocast(query.device.type, enabled=False):
         q, k = (exact(x).unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key))
-        mass = functional.scaled_dot_product_attention(q, k, fired.to(q.dtype)[:, None].expand(-1, heads, -1, -1), scale=scale)
+        mass = functional.scaled_dot_product_attention(q, k, fired.to(q.dtype)[:, None].expand(-1, heads, -1, -1), bias, scale=scale)
         return mass.transpose(1, 2)
 
 

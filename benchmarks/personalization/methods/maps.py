@@ -100,13 +100,16 @@ class Maps(nn.Module):
         fired = torch.zeros(len(rows.ids), rows.run.shape[1], rows.ids.shape[1], widest, device=rows.ids.device)
         fired.index_put_((places.batch, places.slot, places.time), torch.ones((), device=fired.device))
         read = self._of(values, rows.run, strength)
-        modules = dict(base.unet.named_modules())
+        mask = base.mask(rows.ids)
+        # as the denoiser makes it of the mask
+        bias = None if mask is None else (1 - mask.float())[:, None, None] * -10_000.0
+        modules = dict(base.denoiser.named_modules())
         names = {module: name for name, module in modules.items()}
         hooks: list[tuple[nn.Module, Callable[..., Any], bool]] = []
         for i, module in enumerate(attentions):
             factors = {site: (read[f"{site}-{i}-in"], read[f"{site}-{i}-out"]) for site in self.ranks}
             layer = modules[names[module].removesuffix("attn2") + "ff"]
-            hooks += _Layer(module, fired, factors, rows.run.shape[1]).hooks(layer)
+            hooks += _Layer(module, fired, factors, rows.run.shape[1], bias).hooks(layer)
         return hooks
 
     def values(self, run: int) -> dict[str, torch.Tensor]:
@@ -124,9 +127,17 @@ class Maps(nn.Module):
 class _Layer:
     """One cross-attention and the feed-forward layer behind it, during one batch: what their hooks tell each other."""
 
-    def __init__(self, attention: Any, fired: torch.Tensor, factors: dict[str, tuple[torch.Tensor, torch.Tensor]], slots: int) -> None:
-        """fired: float32 `[batch, slots, time, d or more]`, 1 where a slot's trigger stands, d the width of a head."""
-        self.attention, self.fired, self.factors, self.slots = attention, fired, factors, slots
+    def __init__(
+        self,
+        attention: Any,
+        fired: torch.Tensor,
+        factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        slots: int,
+        bias: torch.Tensor | None,
+    ) -> None:
+        """fired: float32 `[batch, slots, time, d or more]`, 1 where a slot's trigger stands, d the width of a head. bias: float32
+        `[batch, 1, 1, time]`, what the denoiser's mask over the text adds to the products, or None."""
+        self.attention, self.fired, self.factors, self.slots, self.bias = attention, fired, factors, slots, bias
         self.states = self.query = self.key = torch.empty(0)
         self.masses: list[torch.Tensor] = []
 
@@ -151,7 +162,7 @@ class _Layer:
         """Heads' outputs `[batch, places, channels]` with what the map adds."""
         heads, scale = self.attention.heads, self.attention.scale
         wide = self.fired[..., : self.query.shape[-1] // heads].unbind(1)
-        masses = [wide_mass(self.query, self.key, fired, heads=heads, scale=scale) for fired in wide]
+        masses = [wide_mass(self.query, self.key, fired, heads=heads, scale=scale, bias=self.bias) for fired in wide]
         if "attention" not in self.factors:
             self.masses = [mass.mean((2, 3))[..., None] for mass in masses]  # a head's channels all hold its mass
             return None

@@ -27,8 +27,8 @@ class Rows:
     """A batch of prompts as one method sees them.
 
     Attributes:
-        ids: int64 `[batch, 77]`, on the device.
-        states: the untouched encoder's last hidden states of those ids, `[batch, 77, width]`.
+        ids: int64 `[batch, time]`, on the device.
+        states: the untouched encoder's last hidden states of those ids, `[batch, time, width]`.
         run: int64 `[batch, slots]`, on the device: which run fills each slot of the prompt (a prompt of two subjects has
             two slots), -1 for none. Methods without an address (LoRA) apply all runs of a row to the whole row.
         spans: where the triggers stand: (row, slot, start, length); no position twice.
@@ -103,12 +103,12 @@ class Adapters(nn.Module):
         self.shares = Shares.of_stack(runs)
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
-        """What the denoiser is given, `[batch, 77, width]`; the encoder's untouched states unless a method says otherwise."""
+        """What the denoiser is given, `[batch, time, width]`; the encoder's untouched states unless a method says otherwise."""
         return rows.states
 
     @contextmanager
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
-        """Inside, `base.unet` runs with these runs in it, on a batch laid out as `rows`, given `states`."""
+        """Inside, `base.denoiser` runs with these runs in it, on a batch laid out as `rows`, given `states`."""
         yield
 
     def values(self, run: int) -> dict[str, torch.Tensor]:

@@ -30,14 +30,13 @@ from tiny_engram.mount_names import ContextName
 from tiny_engram.pipelines.families import family_of
 from tiny_engram.quantization import fake_quantize, quantize
 from tiny_engram.role_mounts import vocabulary_of
-from tiny_engram.triggers import compile_trigger
+from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
 
-__all__ = ["ROLE", "Ours"]
+__all__ = ["Ours"]
 
-ROLE = "clip_l"
 # What the gate computes with: (gain, bias). The last is one to the last bit of a float32 sigmoid.
 GATES: dict[str, tuple[float, float]] = {"learned": (1.0, 0.0), "start": (1.0, 0.0), "fixed": (0.0, 0.0), "removed": (0.0, 40.0)}
 
@@ -48,7 +47,7 @@ class Ours(Adapters):
     Attributes:
         strength: factor of every residual; 0 leaves the base as it is.
         positions: that each run's trigger takes; a stack holds room for the most.
-        columns: rows that the basis reads at each position; `kept` of them are held, the others are zero.
+        shipped: positions of each run that a concept file holds: other spellings, which are not taught, have some of their own.
     """
 
     preset: ClassVar[Mapping[str, Any]] = {}
@@ -63,11 +62,11 @@ class Ours(Adapters):
         # what `states` found and read, and what that holds for; with the batch, so that its id is not another's
         self._ahead: tuple[tuple[Any, ...], Rows, Places, Mapping[str, torch.Tensor]] | None = None
         self.positions = [len(base.word_ids(base.subject(run.subject).trigger)) for run in runs]
-        self.width = base.width
-        self.columns = (CONFIG.max_ngram - 1) * CONFIG.heads_at(base.width)
-        self.kept = options.columns or self.columns
-        if self.kept > self.columns:
-            raise ValueError(f"columns is {self.kept}; expected at most {self.columns} at width {base.width}")
+        self.shipped = [_compiled(base, run).positions for run in runs]
+        self.widths = {kind: base.context_width if kind in options.context else base.width for kind in options.kinds}
+        for width in self.widths.values():
+            if options.columns and options.columns > CONFIG.columns_at(width):
+                raise ValueError(f"columns is {options.columns}; expected at most {CONFIG.columns_at(width)} at width {width}")
         layers = base.text_encoder.config.num_hidden_layers
         for kind in options.deep:
             if kind != "input" and int(kind.removeprefix("layer-")) >= layers:
@@ -79,7 +78,7 @@ class Ours(Adapters):
         self.rows, self.gain, self.bias = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         count, most = len(runs), max(self.positions)
         for kind in options.kinds:
-            rows = torch.zeros(count, self.sets(kind), most, self.kept, CONFIG.head_dim, device=base.device)
+            rows = torch.zeros(count, self.sets(kind), most, self.kept(kind), CONFIG.head_dim, device=base.device)
             self._hold("rows", kind, rows, frozen=kind == "key" and options.key_lock)
             rho = torch.tensor([o.rho_of(kind) for o in each], dtype=torch.float32, device=base.device)
             self.register_buffer(f"rho_{kind}", rho)
@@ -108,6 +107,10 @@ class Ours(Adapters):
         """Of a mount kind, trained or not: "rows" `[runs, sets, positions, kept, 32]`, "gain" and "bias" `[runs, sets or 1, positions]`."""
         kind = "shared" if name != "rows" and self.options.gate_shared else kind
         return getattr(self, name)[kind] if kind in getattr(self, name) else getattr(self, f"{name}_{kind}")
+
+    def kept(self, kind: str) -> int:
+        """Rows that are held at each position of a mount kind, of those that the basis reads at its width; the others are zero."""
+        return self.options.columns or CONFIG.columns_at(self.widths[kind])
 
     def sets(self, kind: str) -> int:
         """Sets of rows at a mount kind: one, or groups of cross-attentions times bands, group by group."""
@@ -164,14 +167,15 @@ class Ours(Adapters):
         if band is not None:
             index = index * self.options.bands + band
         rows, gain, bias = gathered(table, index).split(sizes, -1)
-        rows = rows.unflatten(1, (-1, self.kept, CONFIG.head_dim)).transpose(0, 1)
+        rows = rows.unflatten(1, (-1, self.kept(kinds[0]), CONFIG.head_dim)).transpose(0, 1)
         rhos = [self.get_buffer(f"rho_{kind}").expand(sizes[1] // len(kinds), -1) for kind in kinds]
         scale = (torch.cat(rhos) if len(rhos) > 1 else rhos[0])[:, places.run]
         if self.strength != 1.0:
             scale = self.strength * scale
         if self.options.norm == "plain":
-            e = functional.pad(rows, (0, 0, 0, self.columns - self.kept)).flatten(2)
-            value = fixed_basis(e, width=self.width, seed=BASES[1])
+            width = here.shape[-1]
+            e = functional.pad(rows, (0, 0, 0, CONFIG.columns_at(width) - rows.shape[2])).flatten(2)
+            value = fixed_basis(e, width=width, seed=BASES[1])
             scale = scale * value.square().sum(-1).clamp(min=1.0).sqrt()  # takes the bound out again
         return self.arithmetic(here, places, rows, gain.T, bias.T, scale)
 
@@ -179,7 +183,7 @@ class Ours(Adapters):
         self, here: torch.Tensor, places: Places, rows: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
         """`spans.moved` with this method's basis; rows as they are read, `[mounts, N, kept, 32]`."""
-        return moved(here, places, rows, gain, bias, scale, columns=self.columns)
+        return moved(here, places, rows, gain, bias, scale, columns=CONFIG.columns_at(here.shape[-1]))
 
     def deep_changes(
         self, places: Places, kinds: Sequence[str], read: Mapping[str, torch.Tensor] | None = None
@@ -207,12 +211,12 @@ class Ours(Adapters):
         self._ahead = self._moment(rows), rows, places, read
         if self.options.deep:
             ids = rows.ids[places.rows]
-            if self.options.deep_local and torch.is_grad_enabled():
+            if self.options.deep_local and base.spec.causal and torch.is_grad_enabled():
                 # nothing behind a trigger reaches it in an encoder that reads from left to right; few lengths, for graphs. What is
                 # drawn keeps the bits of the shipped pipeline, which reads all.
                 end = max(start + length for _, _, start, length in rows.spans)
                 ids = ids[:, : -(-end // 8) * 8]
-            new = encoder_with(base.text_encoder, ids, self.deep_changes(places, self.options.deep, read))
+            new = encoder_with(base, ids, self.deep_changes(places, self.options.deep, read))
             if self.options.deep_local:
                 states = states.index_put((places.batch, places.time), new[places.within, places.time].to(states.dtype))
             else:
@@ -239,6 +243,7 @@ class Ours(Adapters):
             with hooked(extra):
                 yield
             return
+        states = base.read(states)
         here = states[places.batch, places.time]
         sets = [(kind, group) for kind in kinds for group in range(max(self.groups) + 1)]
         which = torch.arange(len(sets), device=here.device)[:, None]
@@ -268,7 +273,7 @@ class Ours(Adapters):
             ]
         )
         if self.options.bands > 1:
-            hooks.append((base.unet, lambda _module, args, kwargs: read(torch.as_tensor(_timestep(args, kwargs))), True))
+            hooks.append((base.denoiser, lambda _module, args, kwargs: read(torch.as_tensor(_timestep(args, kwargs))), True))
         else:
             read(None)
         with hooked(hooks + extra):
@@ -280,15 +285,20 @@ class Ours(Adapters):
         """Per mount kind, as a concept's file holds them: payload e4m3 `[sets, positions, kept, 32]`, scale uint8, gates float32."""
         own, found = self.positions[run], {}
         for kind in self.options.kinds:
-            rows = self.held("rows", kind)[run, :, :own].detach().cpu()
+            rows = self._as_shipped(self.held("rows", kind)[run, :, :own], run).cpu()
             if self.options.quantise:
                 found[f"{kind}.payload"], found[f"{kind}.scale"] = quantize(rows)
             else:
                 found[f"{kind}.rows"] = rows.half()
         for kind in ("shared",) if self.options.gate_shared else self.options.kinds:
             for name in ("gain", "bias"):
-                found[f"{kind}.{name}"] = self.held(name, kind)[run, :, :own].detach().cpu()
+                found[f"{kind}.{name}"] = self._as_shipped(self.held(name, kind)[run, :, :own], run, GATES["start"][name == "bias"]).cpu()
         return found | self.maps.values(run)
+
+    def _as_shipped(self, held: torch.Tensor, run: int, untaught: float = 0.0) -> torch.Tensor:
+        """`[sets, positions, ...]` of a run with what a file holds for spellings that were not taught behind it."""
+        more = self.shipped[run] - held.shape[1]
+        return torch.cat([held.detach(), held.new_full((held.shape[0], more, *held.shape[2:]), untaught)], 1) if more else held.detach()
 
     def mounts(self) -> dict[str, tuple[str, int]]:
         """Mount name as the product spells it -> (kind, set). Raises ValueError for what no concept file can say."""
@@ -313,11 +323,11 @@ class Ours(Adapters):
 
     def concept(self, base: Base, run: int) -> Concept:
         """One run as the product's concept, for `pipe.load_concept`."""
-        subject, mounts, options = base.subject(self.runs[run].subject), self.mounts(), self.options
+        subject, mounts, options, role = base.subject(self.runs[run].subject), self.mounts(), self.options, base.spec.role
         _, compressed = vocabulary_of(base.tokenizer)
-        compiled = compile_trigger(subject.trigger, base.tokenizer, (), compressed=compressed)
-        if compiled.positions != self.positions[run]:
-            raise ValueError(f"trigger {subject.trigger!r} has {compiled.positions} positions, expected {self.positions[run]}")
+        compiled = _compiled(base, self.runs[run])
+        if (taught := len(compiled.groups[0].canonical)) != self.positions[run]:
+            raise ValueError(f"trigger {subject.trigger!r} has {taught} positions as it is written, expected {self.positions[run]}")
         ranks = self.maps.ranks
         config = dataclasses.replace(
             CONFIG,
@@ -329,11 +339,12 @@ class Ours(Adapters):
         pairs = {name.removesuffix("-in"): name for name in self.maps.factors if name.endswith("-in")}
         factors = {name.replace("-", "."): [self.maps.factors[f"{name}-{side}"][run].detach() for side in ("in", "out")] for name in pairs}
         made = Concept.new(
-            {ROLE: compiled},
-            widths={ROLE: base.width},
-            fingerprints={ROLE: compressed.fingerprint},
-            mounts={ROLE: tuple(mounts)},
-            maps={ROLE: {name: (into.shape[0], into.shape[1]) for name, (into, _) in factors.items()}},
+            {role: compiled},
+            widths={role: base.width},
+            fingerprints={role: compressed.fingerprint},
+            mounts={role: tuple(mounts)},
+            mount_widths={role: {mount: self.widths[kind] for mount, (kind, _) in mounts.items()}},
+            maps={role: {name: (into.shape[0], into.shape[1]) for name, (into, _) in factors.items()}},
             name=subject.name,
             config=config,
             base=Path(base.pipe.config["_name_or_path"]).name,
@@ -341,13 +352,17 @@ class Ours(Adapters):
         taught = self.runs[run]
         recipe = {"method": taught.method, "learning_rate": taught.learning_rate, "seed": taught.seed, "options": dict(taught.options)}
         for mount, (kind, at) in mounts.items():
-            rows = self.held("rows", kind)[run, at, : compiled.positions]
-            rows = functional.pad(rows, (0, 0, 0, self.columns - self.kept))
-            gain, bias = (self.held(n, kind)[run, 0 if options.gate_shared else at, : compiled.positions] for n in ("gain", "bias"))
+            own, gate = slice(self.positions[run]), 0 if options.gate_shared else at
+            rows = self._as_shipped(self.held("rows", kind)[run, at : at + 1, own], run)[0]
+            rows = functional.pad(rows, (0, 0, 0, CONFIG.columns_at(self.widths[kind]) - self.kept(kind)))
+            gain, bias = (
+                self._as_shipped(self.held(n, kind)[run, gate : gate + 1, own], run, start)[0]
+                for n, start in zip(("gain", "bias"), GATES["start"], strict=True)
+            )
             rho = float(self.get_buffer(f"rho_{kind}")[run])
-            made = made.with_rows(ROLE, rows.detach(), gain.detach(), bias.detach(), mount=mount, rho=rho)
+            made = made.with_rows(role, rows, gain, bias, mount=mount, rho=rho)
         for name, (into, out) in factors.items():
-            made = made.with_map(ROLE, name, into, out)
+            made = made.with_map(role, name, into, out)
         return made.with_details(recipe=recipe)
 
 
@@ -356,12 +371,17 @@ def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[1] if len(args) > 1 else kwargs["timestep"]
 
 
+def _compiled(base: Base, run: Run) -> CompiledTrigger:
+    """A run's trigger as the product reads it."""
+    return compile_trigger(base.subject(run.subject).trigger, base.tokenizer, (), compressed=vocabulary_of(base.tokenizer)[1])
+
+
 def _blocks(base: Base) -> list[str]:
     """The block that each cross-attention lies in, as the product calls it: down0 and so on."""
     family = family_of(base.pipe)
-    if family is None:
+    if family is None or family.attentions is None:
         raise ValueError(f"{type(base.pipe).__name__} is no pipeline that concepts can be attached to")
-    return [attention.block for attention in family.attentions(base.unet, ROLE)]
+    return [attention.block for attention in family.attentions(base.denoiser, base.spec.role)]
 
 
 def _groups(base: Base, blocks: Sequence[str], share: str) -> list[int]:

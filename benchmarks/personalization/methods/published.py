@@ -57,30 +57,32 @@ class SubRuns:
 
     Attributes:
         ids: int64 `[runs, entries, longest]`, -1 after an entry's end; all of them -1 where an earlier entry has the same ids.
-        length: int64 `[entries]`; equal for all runs.
+        length: int64 `[runs, entries]`; 0 where a shorter trigger has no entry.
         distinct: entries of each run that are its own.
+        entries: of each run, those that it has once more included.
     """
 
     ids: torch.Tensor
     length: torch.Tensor
     distinct: tuple[int, ...]
+    entries: tuple[int, ...]
 
     @classmethod
     def of(cls, triggers: Sequence[Sequence[int]], longest: int, device: torch.device) -> SubRuns:
-        """Raises ValueError for a trigger of one token, or triggers of different lengths."""
-        lengths = {len(ids) for ids in triggers}
-        if len(lengths) != 1 or min(lengths) < 2:
-            raise ValueError(f"triggers of {sorted(lengths)} tokens; expected one length of 2 or more in a stack")
-        tables, distinct = [], []
-        for ids in triggers:
-            entries = sub_runs(ids, longest)
-            width = max(map(len, entries))
+        """Raises ValueError for a trigger of one token."""
+        if (shortest := min(map(len, triggers))) < 2:
+            raise ValueError(f"a trigger of {shortest} token; expected 2 or more, whose sub-runs have rows")
+        tables, lengths, distinct = [], [], []
+        each = [sub_runs(ids, longest) for ids in triggers]
+        most, width = max(map(len, each)), max(len(entry) for entries in each for entry in entries)
+        for entries in each:
             own = [entry not in entries[:i] for i, entry in enumerate(entries)]
             kept = [entry if new else () for entry, new in zip(entries, own, strict=True)]
+            kept += [()] * (most - len(entries))
             tables.append([[*entry, *[-1] * (width - len(entry))] for entry in kept])
+            lengths.append([len(entry) for entry in kept])
             distinct.append(sum(own))
-        sizes = [len(entry) for entry in sub_runs(triggers[0], longest)]
-        return cls(torch.tensor(tables, device=device), torch.tensor(sizes, device=device), tuple(distinct))
+        return cls(torch.tensor(tables, device=device), torch.tensor(lengths, device=device), tuple(distinct), tuple(map(len, each)))
 
     def counts(self, rows: Rows) -> torch.Tensor:
         """How many matches of each entry cover each position: float32 `[batch, slots, entries, time]`; nothing leaves the device."""
@@ -88,13 +90,14 @@ class SubRuns:
         longest = wanted.shape[-1]
         padded = nn.functional.pad(rows.ids, (0, longest - 1), value=-2)
         agree = padded.unfold(1, longest, 1)[:, None, None] == wanted[..., None, :]  # [batch, slots, entries, time, longest]
-        past = torch.arange(longest, device=rows.ids.device) >= self.length[:, None]
+        length = self.length[rows.run.clamp(min=0)]  # [batch, slots, entries]
+        past = torch.arange(longest, device=rows.ids.device) >= length[..., None]
         own = (wanted[..., 0] >= 0) & (rows.run >= 0)[..., None]
-        starts = ((agree | past[:, None]).all(-1) & own[..., None]).float()
+        starts = ((agree | past[:, :, :, None]).all(-1) & own[..., None]).float()
         covered = torch.zeros_like(starts)
         for step in range(longest):
             shifted = nn.functional.pad(starts, (step, 0))[..., : starts.shape[-1]]
-            covered = covered + shifted * (step < self.length)[:, None]
+            covered = covered + shifted * (step < length)[..., None]
         return covered
 
 
@@ -102,10 +105,12 @@ def _triggers(base: Base, runs: Sequence[Run]) -> list[list[int]]:
     return [base.word_ids(base.subject(run.subject).trigger) for run in runs]
 
 
-def _drawn(runs: Sequence[Run], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """N(0, 0.02^2) `[runs, *shape]`, each run's by its own seed."""
-    draws = [torch.randn(shape, generator=torch.Generator("cpu").manual_seed(run.seed)) for run in runs]
-    return torch.stack(draws).mul(0.02).to(device)
+def _drawn(runs: Sequence[Run], entries: Sequence[int], before: tuple[int, ...], width: int, device: torch.device) -> torch.Tensor:
+    """N(0, 0.02^2) `[runs, *before, most entries, width]`, each run's by its own seed and for its own entries; the others are zero."""
+    made = torch.zeros(len(runs), *before, max(entries), width)
+    for run, count, into in zip(runs, entries, made, strict=True):
+        into[..., :count, :] = torch.randn(*before, count, width, generator=torch.Generator("cpu").manual_seed(run.seed))
+    return made.mul(0.02).to(device)
 
 
 class AfterTinyEngram(Adapters):
@@ -116,7 +121,7 @@ class AfterTinyEngram(Adapters):
     def __init__(self, base: Base, runs: Sequence[Run]) -> None:
         super().__init__(base, runs)
         self.table = SubRuns.of(_triggers(base, runs), 7, base.device)
-        self.rows = nn.Parameter(_drawn(runs, (self.table.ids.shape[1], base.width), base.device))
+        self.rows = nn.Parameter(_drawn(runs, self.table.entries, (), base.width, base.device))
         self.gate = nn.Parameter(torch.full((len(runs), base.width), 0.05, device=base.device))
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
@@ -137,26 +142,34 @@ class AfterVEngram(Adapters):
         super().__init__(base, runs)
         self.table = SubRuns.of(_triggers(base, runs), 4, base.device)
         mounts, entries = 1 + len(base.cross_attentions), self.table.ids.shape[1]
-        self.rows = nn.Parameter(_drawn(runs, (mounts, entries, base.width), base.device))
+        # one table of rows where encoder and cross-attentions are as wide, two where they are not
+        apart = base.context_width != base.width
+        self.rows = nn.Parameter(_drawn(runs, self.table.entries, (1 if apart else mounts,), base.width, base.device))
+        drawn = _drawn(runs, self.table.entries, (mounts - 1,), base.context_width, base.device) if apart else None
+        self.context_rows = None if drawn is None else nn.Parameter(drawn)
         self.gate = nn.Parameter(torch.full((len(runs), mounts, entries), 0.05, device=base.device))
         self.layer = f"layer-{base.text_encoder.config.num_hidden_layers - 2}"
 
-    def _residuals(self, mounts: slice, rows: Rows, counts: torch.Tensor) -> torch.Tensor:
-        """What the entries add at each mount as a share of rho(H): `[mounts, batch, time, width]`."""
-        e = self.rows[:, mounts]
+    def _residuals(self, contexts: bool, rows: Rows, counts: torch.Tensor) -> torch.Tensor:
+        """What the entries add at each mount, that of the encoder or those of the cross-attentions, as a share of rho(H):
+        `[mounts, batch, time, width]`."""
+        mounts = slice(1, None) if contexts else slice(0, 1)
+        e = self.rows[:, mounts] if self.context_rows is None or not contexts else self.context_rows
         shares = e / (e.norm(dim=-1, keepdim=True) + self.eps) * self.gate[:, mounts].tanh()[..., None]
         return _summed("bset,bsmew->mbtw", counts, shares[rows.run.clamp(min=0)])
 
     def states(self, base: Base, rows: Rows) -> torch.Tensor:
         counts = self.table.counts(rows)
-        share = self._residuals(slice(0, 1), rows, counts)[0]
-        new = encoder_with(base.text_encoder, rows.ids, {self.layer: lambda h: _added(h, _mean_norm(h) * share, counts)})
+        share, mask = self._residuals(False, rows, counts)[0], base.mask(rows.ids)
+        new = encoder_with(base, rows.ids, {self.layer: lambda h: _added(h, _mean_norm(h, mask) * share, counts)})
         return torch.where(_covered(counts).any(1)[:, None, None], new, rows.states)
 
     @contextmanager
     def attached(self, base: Base, rows: Rows, states: torch.Tensor) -> Iterator[None]:
         counts = self.table.counts(rows)
-        moved = [_added(states, delta, counts) for delta in _mean_norm(states) * self._residuals(slice(1, None), rows, counts)]
+        read = base.read(states)
+        norm = _mean_norm(read, base.mask(rows.ids))
+        moved = [_added(read, delta, counts) for delta in norm * self._residuals(True, rows, counts)]
 
         def put(new: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
             return lambda x: new.to(x.dtype)
@@ -181,9 +194,11 @@ def _covered(counts: torch.Tensor) -> torch.Tensor:
     return (counts > 0).any(2).any(1)
 
 
-def _mean_norm(states: torch.Tensor) -> torch.Tensor:
-    """rho(H): `[batch, 1, 1]`, without gradient."""
-    return states.detach().norm(dim=-1).mean(1)[:, None, None]
+def _mean_norm(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """rho(H): `[batch, 1, 1]`, without gradient; over the text alone where a mask says where that is."""
+    norm = states.detach().norm(dim=-1)
+    mean = norm.mean(1) if mask is None else (norm * mask).sum(1) / mask.sum(1)
+    return mean[:, None, None]
 
 
 def _added(states: torch.Tensor, delta: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

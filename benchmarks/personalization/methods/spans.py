@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual.reference import EPS, SQRT_FLOOR
 from tiny_engram.residual import Spans, apply_spans
 from tiny_engram.training.graphed_encoder import encode_graphed
+
+if TYPE_CHECKING:
+    from benchmarks.personalization.base import Base
 
 __all__ = ["BASES", "CONFIG", "Places", "basis_matrices", "context_inputs", "encoder_with", "gathered", "hooked", "moved"]
 
@@ -264,24 +267,23 @@ def context_inputs(
 
 
 def encoder_with(
-    encoder: nn.Module,
+    base: Base,
     ids: torch.Tensor,
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """Last hidden states `[batch, time, width]` of an encoder whose states are changed on their way.
+    """Last hidden states `[batch, time, width]` of the base's encoder whose states are changed on their way.
 
     `changes`: "input" is given the token embeddings (without their positions), "layer-k" what encoder layer k reads; each
     returns them changed, `[batch, time, width]`. Differentiable.
     """
-    if list(changes) == ["input"]:
-        return encode_graphed(encoder, ids, changes["input"])
-    layers: Any = encoder.get_submodule("encoder.layers")
+    if list(changes) == ["input"] and not base.spec.masked:
+        return encode_graphed(base.text_encoder, ids, changes["input"])
+    layers: Any = base.text_encoder.get_submodule(base.spec.layers)
     hooks: list[tuple[nn.Module, Callable[..., Any], bool]] = []
     for place, change in changes.items():
         if place == "input":
-            embedding = encoder.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-            hooks.append((embedding, lambda _m, _a, _k, out, change=change: change(out), False))
+            hooks.append((base.embedding, lambda _m, _a, _k, out, change=change: change(out), False))
         else:
             hooks += context_inputs([(layers[int(place.removeprefix("layer-"))], change)])
     with hooked(hooks):
-        return encoder(ids)[0]
+        return base.encoded(ids)
