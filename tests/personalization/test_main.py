@@ -93,6 +93,19 @@ def test_a_rate_may_be_given():
     assert {run.learning_rate for run in piece.runs} == {0.25}
 
 
+def test_the_second_base_has_files_of_its_own_and_lent_rates():
+    first, second = arguments(["final"]), arguments(["final", "--base", "emoji-pixart", "--rate", "ours=0.25"])
+    assert first.results.name == "personalization.json" and second.results.name == "personalization-dit.json"
+    assert first.out.name == "personalization" and second.out.name == "personalization-emoji-pixart"
+    bench, own = Bench("cpu", second.spec), {"rates": {"inversion-t": {"rate": 0.5}}}
+    lent = json.loads(first.results.read_text())["rates"]
+    rates = {p.method: p.runs[0].learning_rate for p in pieces_of("final", bench, second, own)}
+    assert rates["ours"] == 0.25 and rates["inversion-t"] == 0.5 and rates["lora-unet-r8"] == lent["lora-unet-r8"]["rate"]
+    assert bench.inputs != Bench("cpu").inputs
+    with pytest.raises(SystemExit):
+        arguments(["final", "--base", "nosuch"])
+
+
 def test_settings_of_trials_are_other_settings():
     assert settings_of(arguments(["sweep"])) == plan.FULL and settings_of(arguments(["--reduced"])) == plan.REDUCED
     assert settings_of(arguments(["sweep", "--steps", "150"])).checkpoints == (25, 50, 100, 150)

@@ -48,6 +48,22 @@ def test_final_teaches_fifteen_subjects_three_times(names):
     assert [p.method for p in plan.final(names, FULL, rates, "lora-unet-r8")].count("lora-unet-r8") == 1
 
 
+def test_final_may_come_in_a_piece_a_seed(names):
+    rates = dict.fromkeys(METHODS, 0.5)
+    pieces = plan.final(names, FULL, rates, "lora-unet-r8", only=["ours", "inversion-t"], seeds=[1, 0])
+    assert [(p.method, {run.seed for run in p.runs}) for p in pieces] == [
+        ("ours", {1}),
+        ("inversion-t", {1}),
+        ("ours", {0}),
+        ("inversion-t", {0}),
+    ]
+    assert all(len(p.runs) == 15 and p.pairs for p in pieces) and not pieces[0].cells() & pieces[2].cells()
+    full = plan.final(names, FULL, rates, "lora-unet-r8", only=["full"])
+    assert len(full) == 45 and all(len(p.runs) == 1 and not p.pairs for p in full)
+    with pytest.raises(PlanError, match="seed 3 is not one of 0, 1, 2"):
+        plan.final(names, FULL, rates, "lora-unet-r8", seeds=[3])
+
+
 @pytest.mark.parametrize("stage", ["sweep", "methods", "levers"])
 def test_final_and_known_subjects_are_refused_before_the_end(names, stage):
     rates = dict.fromkeys(METHODS, 0.5)

@@ -109,6 +109,18 @@ def test_results_are_kept_with_a_record_a_line(tmp_path, empty):
         load_results(tmp_path / "bad.json")
 
 
+def test_results_are_about_one_base(tmp_path, empty):
+    other = piece("b" * 16) | {"base": "emoji-pixart"}
+    with pytest.raises(ValueError, match="pieces on the base emoji-pixart, but the results are about emoji-sd"):
+        merge(empty, [piece("a" * 16), other])
+    results = merge(load_results(tmp_path / "absent.json", "emoji-pixart"), [other])
+    save_results(tmp_path / "results.json", results)
+    assert results["base"] == "emoji-pixart" and load_results(tmp_path / "results.json", "emoji-pixart") == results
+    with pytest.raises(ValueError, match="results on the base emoji-pixart, expected those on emoji-sd; give --base emoji-pixart"):
+        load_results(tmp_path / "results.json")
+    assert "base" not in empty, "the first base's results are named by no base"
+
+
 def test_figures_that_are_no_numbers(tmp_path, empty):
     diverged = piece("a" * 16) | {"losses": {"final/Ours/owl/0": [0.5, None]}}
     results = merge(empty, [PieceFile.write(tmp_path, "a" * 16, diverged, {}, {}).read()])
