@@ -48,6 +48,12 @@ def find_adapter(pipe: Any) -> EngramAdapter | None:
     return next((owner for owner in owners if isinstance(owner, EngramAdapter)), None)
 
 
+def find_family(pipe: Any) -> Any | None:
+    """The family that a pipeline is attached as, or else that of its class; None for a kind that is not known."""
+    adapter = find_adapter(pipe)
+    return import_module("tiny_engram.pipelines.families").family_of(pipe) if adapter is None else adapter.family
+
+
 def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     """Carry concepts on a pipeline; probes that what the denoiser consumes follows them.
 

@@ -89,7 +89,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         "--pretrained_model_name_or_path",
         dest="model",
-        help="diffusers folder or hub id (default: the embedded base)",
+        help="diffusers folder, hub id, or an embedded base: emoji-sd (default), emoji-pixart",
     )
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the model's weights (default: float32)"
