@@ -18,15 +18,21 @@ if TYPE_CHECKING:
         get_active_concepts,
         get_adapter,
         get_list_concepts,
+        get_schedule,
         load_concept,
         register,
+        scheduled,
         set_concepts,
+        set_schedule,
         set_strength,
+        step_callback,
         unload_concept,
     )
     from tiny_engram.concept import Concept, ConceptFileError
     from tiny_engram.config import ConceptConfig
     from tiny_engram.errors import TinyEngramError
+    from tiny_engram.schedule_run import EngramSchedule
+    from tiny_engram.schedules import Schedule
 
 __version__ = "0.1.0"
 
@@ -35,6 +41,8 @@ __all__ = [
     "ConceptConfig",
     "ConceptFileError",
     "EngramAdapter",
+    "EngramSchedule",
+    "Schedule",
     "TinyEngramError",
     "__version__",
     "attach",
@@ -46,10 +54,14 @@ __all__ = [
     "get_active_concepts",
     "get_adapter",
     "get_list_concepts",
+    "get_schedule",
     "load_concept",
     "register",
+    "scheduled",
     "set_concepts",
+    "set_schedule",
     "set_strength",
+    "step_callback",
     "unload_concept",
 ]
 
@@ -57,6 +69,8 @@ _HOMES = {
     "Concept": "concept",
     "ConceptConfig": "config",
     "ConceptFileError": "concept",
+    "EngramSchedule": "schedule_run",
+    "Schedule": "schedules",
     "TinyEngramError": "errors",
 }
 

@@ -26,6 +26,8 @@ from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport, report_role
 from tiny_engram.residual import Spans
 from tiny_engram.role_mounts import asked_of, mounts_at
+from tiny_engram.schedule_run import ScheduleRun
+from tiny_engram.scheduling import Scheduling
 from tiny_engram.store import Plan, checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 from tiny_engram.watch import DenoiserWatch
@@ -40,7 +42,7 @@ def _plain(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-class EngramAdapter:
+class EngramAdapter(Scheduling):
     """Concepts on one pipeline; made by `attach(pipe)`.
 
     Attributes:
@@ -68,6 +70,7 @@ class EngramAdapter:
         self._watch = DenoiserWatch(
             getattr(pipe, family.denoiser), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
+        self._schedules = ScheduleRun(self._loaded, self.mounts, pipe=self._pipe, modules=self._readers, owner=self)
 
     # -- the pipeline --------------------------------------------------------------------------------------------------------
 
@@ -110,6 +113,12 @@ class EngramAdapter:
         for mount in (*self.mounts.values(), *self.contexts.values()):
             mount.detach()
         self._watch.detach()
+        self._schedules.detach()
+
+    def _readers(self) -> list[Any]:
+        """All modules of the pipeline that are given text states: its denoisers, and a control net."""
+        pipe = self._pipe()
+        return [] if pipe is None else [*self.family.present(pipe).values(), getattr(pipe, "controlnet", None)]
 
     def _log(self, role: str, plan: Plan) -> None:
         if not logger.isEnabledFor(logging.INFO):
@@ -118,7 +127,7 @@ class EngramAdapter:
         for name, b, s, n in plan.places:
             places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
         for name, where in places.items():
-            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded[name].strength)
+            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded.strength_now(name))
 
     def _encoders(self) -> dict[str, tuple[str, Any]]:
         """Role -> (attribute, the encoder that the pipeline has there now)."""
@@ -210,6 +219,7 @@ class EngramAdapter:
         for name in names:
             for role in self._loaded[name].concept.roles:
                 self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
+        self._schedules.changed()
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
@@ -244,6 +254,8 @@ class EngramAdapter:
                 self.mounts[role].store.remove(each)
                 self.contexts[role].settle()
             del self._loaded[each]
+        self._schedules.changed()
+        self._schedules.settle()
         self._watch.changed()
 
     def delete_concept(self, names: str | Sequence[str]) -> None:
@@ -349,23 +361,26 @@ class EngramAdapter:
         pairs += [(text, True) for text in negatives]
         active = self.get_active_concepts()
         strengths = {name: self._loaded[name].strength for name in active}
+        schedules = {name: str(schedule) for name in active if (schedule := self._loaded[name].schedule) is not None}
         found = []
         for text, negative in pairs:
             for role, mount in self.mounts.items():
                 off = [name for name in self._loaded if name not in strengths]
                 silent = {name: (self._loaded[name].compiled[role], self._loaded.why_off(name)) for name in off}
                 converted = self.pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(self.pipe, "maybe_convert_prompt") else text
-                found.append(
-                    explain_prompt(
-                        converted,
-                        role=role,
-                        negative=negative,
-                        tokenizer=mount.tokenizer,
-                        index=mount.store.index,
-                        strengths=strengths,
-                        mounts={name: mount.store.mounts_of(name) for name in strengths},
-                        maps={name: mount.store.maps_of(name) for name in strengths},
-                        silent=silent,
+                with self._schedules.awake():
+                    found.append(
+                        explain_prompt(
+                            converted,
+                            role=role,
+                            negative=negative,
+                            tokenizer=mount.tokenizer,
+                            index=mount.store.index,
+                            strengths=strengths,
+                            mounts={name: mount.store.mounts_of(name) for name in strengths},
+                            maps={name: mount.store.maps_of(name) for name in strengths},
+                            schedules=schedules,
+                            silent=silent,
+                        )
                     )
-                )
         return Explanation(tuple(found))

@@ -16,7 +16,10 @@ __all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_
 
 @dataclass(frozen=True, slots=True)
 class FiredSpan:
-    """A span that fires: token positions `[start, end)` as the encoder gets them, the mounts where the concept has rows, and its maps."""
+    """A span that fires: token positions `[start, end)` as the encoder gets them, the mounts where the concept has rows, and its maps.
+
+    `schedule` says in words how the strength goes on over the steps; "" for the same in all.
+    """
 
     name: str
     start: int
@@ -25,12 +28,14 @@ class FiredSpan:
     strength: float
     mounts: tuple[str, ...] = (SPAN,)
     maps: tuple[str, ...] = ()
+    schedule: str = ""
 
     def __str__(self) -> str:
         words = [describe_mounts(self.mounts)] if self.maps or self.mounts != (SPAN,) else []
         words += [describe_maps(self.maps)] if self.maps else []
         where = f", at {', '.join(words)}" if words else ""
-        return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{where}"
+        times = f" times {self.schedule} of the steps" if self.schedule else ""
+        return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{times}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ def explain_prompt(
     strengths: Mapping[str, float],
     mounts: Mapping[str, tuple[str, ...]],
     maps: Mapping[str, tuple[str, ...]],
+    schedules: Mapping[str, str],
     silent: Mapping[str, tuple[CompiledTrigger, str]],
 ) -> PromptExplanation:
     """Explain one prompt at one encoder.
@@ -118,6 +124,7 @@ def explain_prompt(
         strengths: strength of each active concept.
         mounts: names of the mounts where each of them has rows.
         maps: names of the maps that each of them has.
+        schedules: those of them that have one, in words.
         silent: concepts that are loaded but off -> (compiled trigger, why).
     """
     ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
@@ -135,7 +142,7 @@ def explain_prompt(
         ]
 
     fired = [
-        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name])
+        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name], schedules.get(name, ""))
         for name, s, n in spans(index.match([window]), index)
     ]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}
