@@ -6,24 +6,25 @@ and encoders weakly: nothing is kept alive, nothing is added to the module tree.
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tiny_engram.adapter_reports import explain_prompts, registration_report
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig, at_encoder
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.explanation import Explanation, explain_prompt
+from tiny_engram.explanation import Explanation
 from tiny_engram.fitting import extend_concept, fit_concept
 from tiny_engram.hooks import MountError
 from tiny_engram.loaded import Loaded, LoadedConcepts
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import EncoderMounts
 from tiny_engram.probe import probe
-from tiny_engram.registration import RegistrationReport, report_role
+from tiny_engram.registration import RegistrationReport
 from tiny_engram.residual import Spans
 from tiny_engram.role_mounts import asked_of, mounts_at
 from tiny_engram.schedule_run import ScheduleRun
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 def _plain(module: Any) -> Any:
     """The module that torch.compile wrapped, or the module itself."""
     return getattr(module, "_orig_mod", module)
+
+
+def _texts(prompt: str | Sequence[str] | None) -> list[str]:
+    return [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
 
 
 class EngramAdapter(Scheduling):
@@ -294,17 +299,8 @@ class EngramAdapter(Scheduling):
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
     ) -> RegistrationReport:
         """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
-        compiled = self.compile(trigger, aliases)
-        config = config or ConceptConfig()
-        mounts, maps = asked_of(config, self.mounts, self.family.refuses)
-        roles = {
-            role: report_role(role, compiled[role], mount.tokenizer, mount.store, config, mounts[role], maps[role])
-            for role, mount in self.mounts.items()
-        }
-        first = next(iter(compiled.values()))
-        taken = {owner for role, m in self.mounts.items() for owner in m.store.index.conflicts(compiled[role])}
-        warned = dict.fromkeys(w for c in compiled.values() for w in c.warnings)
-        return RegistrationReport(first.text, first.aliases, name or first.text, roles, self.absent, tuple(sorted(taken)), tuple(warned))
+        about = self.pipe, self.family, self.mounts, self.compile(trigger, aliases), config or ConceptConfig()
+        return registration_report(*about, name=name, absent=self.absent)
 
     def new_concept(
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
@@ -345,42 +341,24 @@ class EngramAdapter(Scheduling):
     def encode(
         self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Prompt embeds (and negative ones, if given) with the concepts in, as the denoiser takes them: `[batch, time, width]`."""
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        negative = None if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else list(negative_prompt)
+        """Prompt embeds (and negative ones, if given) with the concepts in, as the denoiser takes them: `[batch, time, width]`.
+
+        Of pipelines that take masks, pooled vectors or more beside them, `embeds` gives all.
+        """
+        embeds = self.embeds(prompt, negative_prompt, num_images_per_prompt)
+        return embeds["prompt_embeds"], None if negative_prompt is None else embeds["negative_prompt_embeds"]
+
+    def embeds(
+        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
+    ) -> Mapping[str, Any]:
+        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`."""
+        prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
-            embeds = self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
-        return embeds["prompt_embeds"], None if negative is None else embeds["negative_prompt_embeds"]
+            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
-        pairs = [(text, False) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        negatives = [] if negative_prompt is None else [negative_prompt] if isinstance(negative_prompt, str) else negative_prompt
-        pairs += [(text, True) for text in negatives]
-        active = self.get_active_concepts()
-        strengths = {name: self._loaded[name].strength for name in active}
-        schedules = {name: str(schedule) for name in active if (schedule := self._loaded[name].schedule) is not None}
-        found = []
-        for text, negative in pairs:
-            for role, mount in self.mounts.items():
-                off = [name for name in self._loaded if name not in strengths]
-                silent = {name: (self._loaded[name].compiled[role], self._loaded.why_off(name)) for name in off}
-                converted = self.pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(self.pipe, "maybe_convert_prompt") else text
-                with self._schedules.awake():
-                    found.append(
-                        explain_prompt(
-                            converted,
-                            role=role,
-                            negative=negative,
-                            tokenizer=mount.tokenizer,
-                            index=mount.store.index,
-                            strengths=strengths,
-                            mounts={name: mount.store.mounts_of(name) for name in strengths},
-                            maps={name: mount.store.maps_of(name) for name in strengths},
-                            schedules=schedules,
-                            silent=silent,
-                        )
-                    )
-        return Explanation(tuple(found))
+        with self._schedules.awake():
+            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiny_engram.boundaries import CUT, FUSED, REASONS
+from tiny_engram.boundaries import CUT, FUSED, REASONS, special_ids
 from tiny_engram.config import SPAN
 from tiny_engram.matching import Matches, TriggerIndex
 from tiny_engram.mount_names import describe_maps, describe_mounts
@@ -113,11 +113,13 @@ def explain_prompt(
     maps: Mapping[str, tuple[str, ...]],
     schedules: Mapping[str, str],
     silent: Mapping[str, tuple[CompiledTrigger, str]],
+    written: str | None = None,
+    most_tokens: int | None = None,
 ) -> PromptExplanation:
     """Explain one prompt at one encoder.
 
     Args:
-        text: the prompt.
+        text: the prompt as the tokenizer is given it.
         role, negative: copied into the result.
         tokenizer: the pipeline's tokenizer of that encoder.
         index: the encoder's trigger index.
@@ -126,11 +128,15 @@ def explain_prompt(
         maps: names of the maps that each of them has.
         schedules: those of them that have one, in words.
         silent: concepts that are loaded but off -> (compiled trigger, why).
+        written: the prompt as it was written, where the pipeline changes it; None where it does not.
+        most_tokens: tokens that the pipeline reads of it, special ones among them; None for the tokenizer's own.
     """
     ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
-    window = list(tokenizer([text], padding=False, truncation=True, max_length=tokenizer.model_max_length).input_ids[0])
-    # The window's last token is the end token; the text's own tokens end before it.
-    limit = len(ids) if len(window) == len(ids) else len(window) - 1
+    most = most_tokens or tokenizer.model_max_length
+    window = list(tokenizer([text], padding=False, truncation=True, max_length=most).input_ids[0])
+    # Of many tokenizers the window's last token is the end token: the text's own tokens end before it.
+    ended = bool(window) and window[-1] in special_ids(tokenizer)
+    limit = len(ids) if len(window) == len(ids) else len(window) - ended
 
     def words(start: int, length: int) -> str:
         return text[offsets[start][0] : offsets[min(start + length, len(offsets)) - 1][1]]
@@ -153,7 +159,7 @@ def explain_prompt(
     for name, s, n in spans(index.match([ids]), index):
         if s + n > limit:
             half = "cut in half by" if s < limit else "beyond"
-            note(name, s, n, f"truncated: {half} the encoder's {tokenizer.model_max_length} tokens")
+            note(name, s, n, f"truncated: {half} the encoder's {most} tokens")
     for place in index.near([ids]):
         note(index.entries[place.entry].name, place.start, place.length, REASONS[place.code])
     if silent:
@@ -181,9 +187,13 @@ def explain_prompt(
                 high += 1
             start = next(k for k, (a, b) in enumerate(offsets) if a < b and b > low)
             seen.setdefault((name, start), Unfired(name, text[low:high], start, reason))
+        if written is not None and not _occurrences(text, compiled):
+            for low, high in _occurrences(written, compiled)[:1]:
+                reason = f"eaten by the pipeline's text cleaning: the tokenizer is given {text!r}"
+                seen[name, -1] = Unfired(name, written[low:high], 0, reason)
     unfired = sorted((u for u in seen.values() if u.reason), key=lambda u: (u.start, u.name))
     tokens = tuple(tokenizer.convert_ids_to_tokens(window))
-    return PromptExplanation(role, text, negative, tokens, tuple(fired), tuple(unfired))
+    return PromptExplanation(role, text if written is None else written, negative, tokens, tuple(fired), tuple(unfired))
 
 
 def _occurrences(text: str, compiled: CompiledTrigger) -> list[tuple[int, int]]:

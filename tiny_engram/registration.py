@@ -4,20 +4,21 @@ May import config, boundaries, triggers, matching, mount_names and store.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiny_engram.boundaries import REASONS, backend_of
-from tiny_engram.config import BLOCK, SPAN, ConceptConfig
+from tiny_engram.config import BLOCK, DEEP, POOLED, SPAN, ConceptConfig
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.store import ConceptStore
 from tiny_engram.triggers import COMMON_WORDS, CompiledTrigger, text_window
 
-__all__ = ["NearMiss", "RegistrationReport", "RoleReport", "report_role"]
+__all__ = ["NearMiss", "RegistrationReport", "RoleReport", "cleaning_warnings", "mode_warnings", "report_role"]
 
 MOST_WORDS = 8
+SENTENCE = "a photo of {} on a table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,41 @@ def near_miss(word: str, ids: list[int], compiled: CompiledTrigger, index: Trigg
     return NearMiss(word, False, REASONS[blocked[0].code] if blocked else "is read as other tokens")
 
 
-def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore) -> list[NearMiss]:
-    """Close spellings and words that hold the trigger, each really matched in a prompt."""
+def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, given: Callable[[str], str] = str) -> list[NearMiss]:
+    """Close spellings and words that hold the trigger, each really matched in a prompt; `given` is what the tokenizer gets for one."""
     index = TriggerIndex(store.index.edges)
     index.add("trigger", compiled)
     known = {s.lower() for s in compiled.spellings}
     words = [w for w in [*close_spellings(compiled.text), *words_around(compiled.text, tokenizer)] if w.lower() not in known]
-    return [near_miss(w, tokenizer(f"a photo of {w} on a table", add_special_tokens=True).input_ids, compiled, index) for w in words]
+    return [near_miss(w, tokenizer(given(SENTENCE.format(w)), add_special_tokens=True).input_ids, compiled, index) for w in words]
+
+
+def mode_warnings(role: str, mounts: Collection[str]) -> list[str]:
+    """One line for each mount that is not local."""
+    inside = [mount for mount in mounts if mount.partition(".")[0] == DEEP]
+    found = (
+        [f"{role}: rows at {', '.join(inside)} move other positions too, all that attend to the trigger behind that layer"]
+        if inside
+        else []
+    )
+    if POOLED in mounts:
+        found.append(f"{role}: a pooled vector has no positions, so what is added to it acts on the whole picture")
+    return found
+
+
+def cleaning_warnings(role: str, compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, given: Callable[[str], str]) -> list[str]:
+    """One line for each spelling that does not survive what the pipeline does to a prompt."""
+    index = TriggerIndex(store.index.edges)
+    index.add("trigger", compiled)
+    found: list[str] = []
+    for spelling in compiled.spellings:
+        text = SENTENCE.format(spelling)
+        read = given(text)
+        if read != text and not len(index.match([tokenizer(read).input_ids])):
+            found.append(
+                f"{role}: {spelling!r} does not survive the pipeline's text cleaning ({text!r} becomes {read!r}); use another trigger"
+            )
+    return found
 
 
 def report_role(
@@ -147,8 +176,15 @@ def report_role(
     config: ConceptConfig,
     mounts: tuple[str, ...],
     maps: Mapping[str, tuple[int, int]],
+    *,
+    given: Callable[[str], str] = str,
+    most_tokens: int | None = None,
 ) -> RoleReport:
-    """The report of one encoder, over these mounts and maps ((rank, channels) by name) of it; nothing is registered."""
+    """The report of one encoder, over these mounts and maps ((rank, channels) by name) of it; nothing is registered.
+
+    given: what the tokenizer is given for a prompt. most_tokens: that the pipeline reads of it, special ones among them; None for the
+    tokenizer's own.
+    """
     free = [store.bank_for(config, mount).find_place(compiled.groups) for mount in mounts]
     rows = sum(place.row_ids.numel() for place in free)
     gate = 2 * 4  # gain and bias, float32
@@ -163,7 +199,7 @@ def report_role(
         rows=rows,
         nbytes=rows * (config.head_dim + config.head_dim // BLOCK) + len(mounts) * compiled.positions * gate + factors,
         collisions=sum(place.counter for place in free),
-        window=text_window(tokenizer),
+        window=text_window(tokenizer) if most_tokens is None else most_tokens - tokenizer.num_special_tokens_to_add(pair=False),
         fused=compiled.fused,
-        near_misses=tuple(near_misses(compiled, tokenizer, store)),
+        near_misses=tuple(near_misses(compiled, tokenizer, store, given)),
     )
