@@ -349,14 +349,21 @@ class EngramAdapter(Scheduling):
         return embeds["prompt_embeds"], None if negative_prompt is None else embeds["negative_prompt_embeds"]
 
     def embeds(
-        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        **options: Any,
     ) -> Mapping[str, Any]:
-        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`."""
+        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`.
+
+        options: of `pipe(...)`; those that `encode_prompt` has too are given to it.
+        """
         prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
-            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
+            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt, **options)
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""

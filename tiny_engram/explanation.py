@@ -34,7 +34,7 @@ class FiredSpan:
         words = [describe_mounts(self.mounts)] if self.maps or self.mounts != (SPAN,) else []
         words += [describe_maps(self.maps)] if self.maps else []
         where = f", at {', '.join(words)}" if words else ""
-        times = f" times {self.schedule} of the steps" if self.schedule else ""
+        times = f" ({self.schedule})" if self.schedule else ""
         return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{times}{where}"
 
 
@@ -111,10 +111,10 @@ def explain_prompt(
     strengths: Mapping[str, float],
     mounts: Mapping[str, tuple[str, ...]],
     maps: Mapping[str, tuple[str, ...]],
-    schedules: Mapping[str, str],
     silent: Mapping[str, tuple[CompiledTrigger, str]],
     written: str | None = None,
     most_tokens: int | None = None,
+    schedules: Mapping[str, str] | None = None,
 ) -> PromptExplanation:
     """Explain one prompt at one encoder.
 
@@ -126,10 +126,10 @@ def explain_prompt(
         strengths: strength of each active concept.
         mounts: names of the mounts where each of them has rows.
         maps: names of the maps that each of them has.
-        schedules: those of them that have one, in words.
         silent: concepts that are loaded but off -> (compiled trigger, why).
         written: the prompt as it was written, where the pipeline changes it; None where it does not.
         most_tokens: tokens that the pipeline reads of it, special ones among them; None for the tokenizer's own.
+        schedules: of those concepts that have one, in words.
     """
     ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
     most = most_tokens or tokenizer.model_max_length
@@ -148,7 +148,7 @@ def explain_prompt(
         ]
 
     fired = [
-        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name], schedules.get(name, ""))
+        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name], (schedules or {}).get(name, ""))
         for name, s, n in spans(index.match([window]), index)
     ]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}

@@ -103,8 +103,11 @@ class Schedule:
         return self.changes and self.interpolation == LINEAR
 
     def __str__(self) -> str:
-        between = " -> " if self.interpolation == LINEAR else ", "
-        return between.join(f"{factor:g} at {share:.4g}" if share else f"{factor:g}" for share, factor in self.points)
+        words = [f"factor {self.points[0][1]:g}"]
+        for share, factor in self.points[1:]:
+            at = f"{100 * share:.4g} % of the steps"
+            words.append(f"to {factor:g} at {at}" if self.interpolation == LINEAR else f"from {at} {factor:g}")
+        return ", ".join(words)
 
 
 def _listed(points: Any) -> list[Any]:

@@ -2,10 +2,8 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.loaded import LoadedConcepts
@@ -23,7 +21,6 @@ NOT_ENCODED = ("num_images_per_prompt", "num_videos_per_prompt")
 class Scheduling(ABC):
     """Part of EngramAdapter."""
 
-    family: Any
     _loaded: LoadedConcepts
     _schedules: ScheduleRun
 
@@ -104,21 +101,13 @@ class Scheduling(ABC):
         if negative_prompt is not None and "negative_prompt" not in known:
             raise TinyEngramError(f"{type(pipe).__name__} takes no negative_prompt; leave it out")
         for other in options:
-            if other.startswith(("prompt_", "negative_prompt_")) and options[other] is not None:
+            if other.removeprefix("negative_").startswith("prompt_") and other != "prompt_template" and options[other] is not None:
                 raise TinyEngramError(f"{other} is given, but schedules encode one prompt, the same for all encoders; leave it out")
         steps = options.get("num_inference_steps") if steps is None else steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise TinyEngramError(f"steps is {str(steps)[:40]}, expected a whole number of at least 1")
-        prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
-        if negative is not None and len(negative) == 1:
-            negative = negative * len(prompts)
         encoded = {name: value for name, value in options.items() if name not in NOT_ENCODED}
-
-        def encode() -> Any:
-            with torch.no_grad():
-                return self.family.embeds(pipe, list(prompts), None if negative is None else list(negative), **encoded)
-
-        made = self._schedules.prepare(encode, steps, callback_on_step_end)
+        made = self._schedules.prepare(lambda: self.embeds(prompt, negative_prompt, **encoded), steps, callback_on_step_end)
         if END in known:
             inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
             made.options = {END: made, INPUTS: list(inputs or ["latents"])}
@@ -138,12 +127,18 @@ class Scheduling(ABC):
         return {**_prompts(prompt, negative_prompt), **own, **made.options}
 
     @abstractmethod
+    def embeds(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        **options: Any,
+    ) -> Mapping[str, Any]:
+        """Encoded prompts."""
+
+    @abstractmethod
     def _refresh(self, *names: str) -> None:
         """Bring the mounts in line with what these concepts' switches say."""
-
-
-def _texts(prompt: str | Sequence[str]) -> list[str]:
-    return [prompt] if isinstance(prompt, str) else list(prompt)
 
 
 def _prompts(prompt: str | Sequence[str], negative: str | Sequence[str] | None) -> dict[str, Any]:
@@ -153,5 +148,5 @@ def _prompts(prompt: str | Sequence[str], negative: str | Sequence[str] | None) 
     texts = list(prompt)
     if negative is None:
         return {"prompt": texts}
-    others = _texts(negative)
+    others = [negative] if isinstance(negative, str) else list(negative)
     return {"prompt": texts, "negative_prompt": others * len(texts) if len(others) == 1 else others}
