@@ -342,6 +342,9 @@ def test_a_run_without_the_callback_is_told_once(pipe, loaded):
         assert torch.equal(draw(pipe, prompt=PROMPT), first)
         draw(pipe, prompt=PROMPT)
     assert len(told) == 1
+    loaded.set_schedule("vortex", end=0.25)
+    with pytest.warns(UserWarning, match="does not call their step callback"):
+        draw(pipe, prompt=PROMPT)
     loaded.set_schedule("vortex", [(0.0, 1.0), (0.5, 1.0)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -370,6 +373,22 @@ def test_what_was_changed_since_is_told(pipe, loaded, tiny):
             loaded.scheduled(PROMPT, steps=steps)
     whole = draw(pipe, **loaded.scheduled(PROMPT))
     assert torch.equal(draw(pipe, **loaded.scheduled(PROMPT)), whole)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_text_states_that_the_users_callback_changes_in_mid_run_are_told(pipe, adapter, tiny, written):
+    def other(pipe, step, timestep, tensors):
+        if step == 2:
+            states = tensors["prompt_embeds"]
+            tensors["prompt_embeds"] = states.mul_(0.5) if written else states * 0.5
+        assert step < 4
+        return tensors
+
+    adapter.load_concept(tiny.concept(adapter, "vortex cat"), "vortex")
+    adapter.set_schedule("vortex", HALF)
+    asked = {"callback_on_step_end": other, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    with pytest.raises(TinyEngramError, match="^the denoiser reads no text states that adapter.step_callback encoded"):
+        draw(pipe, **adapter.scheduled(PROMPT, **asked))
 
 
 def test_switches_and_explanations(pipe, loaded):
@@ -410,11 +429,12 @@ def test_a_compiled_denoiser(own_pipe, tiny):
     adapter.set_schedule("vortex", HALF)
     plain = draw(own_pipe, **adapter.scheduled(PROMPT))
     adapter.set_schedule("vortex", None)
-    own_pipe.unet = torch.compile(own_pipe.unet, backend="eager")
+    denoiser = own_pipe.unet
+    own_pipe.unet = torch.compile(denoiser, backend="eager")
     adapter.set_schedule("vortex", HALF)
     assert torch.equal(draw(own_pipe, **adapter.scheduled(PROMPT)), plain)
     # Compiled since, so that the hook is on what the pipeline does not call any more.
     made = adapter.scheduled(PROMPT)
-    own_pipe.unet = torch.compile(own_pipe.unet._orig_mod, backend="eager")
+    own_pipe.unet = torch.compile(denoiser, backend="eager")
     with pytest.raises(TinyEngramError, match="if the denoiser was replaced or compiled since"):
         draw(own_pipe, **made)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+from diffusers import ControlNetModel, HeunDiscreteScheduler, StableDiffusionXLControlNetPipeline
 
 import tiny_engram
 from tests.pipelines.tiny import flux, language, stable_diffusion, t5, videos, wan
@@ -224,4 +224,26 @@ def test_a_control_net_reads_the_same_states(tiny):
     assert len(seen) == 3 * STEPS and not torch.equal(seen[0], seen[STEPS])
     for step in range(STEPS):
         assert torch.equal(seen[2 * STEPS + step], seen[0 if step < 2 else STEPS])
+    adapter.detach()
+
+
+@pytest.mark.families
+def test_a_pipeline_with_the_older_callback(tiny):
+    """PixArt tells whole steps, of which Heun's scheduler takes two calls."""
+    tiny_pipeline = named("pixart:sigma")
+    pipe, adapter = attached(tiny_pipeline, tiny)
+    pipe.register_modules(scheduler=HeunDiscreteScheduler())
+    run = {"prompt": PROMPT, **options_of(tiny_pipeline, pipe)}
+    tapes = [recorded(tiny_pipeline, pipe, adapter, strength, **run)[1] for strength in (1.0, 0.0)]
+    assert len(tapes[0]) == 2 * STEPS - 1
+    with calls_of(adapter, pipe, [*tapes[0][:4], *tapes[1][4:]]):
+        hand = picture(tiny_pipeline, pipe, **run)
+    told: list[int] = []
+    adapter.set_schedule("vortex", end=0.5)
+    made = adapter.scheduled(**run, callback_on_step_end=lambda step, timestep, latents: told.append(step))
+    assert made["callback_steps"] == 1 and "callback_on_step_end" not in made
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(picture(tiny_pipeline, pipe, **made), hand)
+    assert told == list(range(STEPS))
     adapter.detach()
