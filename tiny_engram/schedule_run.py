@@ -234,7 +234,7 @@ class ScheduleRun(HookSet):
             self._rewind()
             self._timesteps = timesteps
         self._apply(self._share)
-        if not self._warned:
+        if not self._warned and self._current is None:  # reading a timestep waits for the device
             self._warn(pipe, kwargs["timestep"] if "timestep" in kwargs else args[1] if len(args) > 1 else None)
         if self._current is None:
             return None
