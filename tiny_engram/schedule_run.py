@@ -243,11 +243,11 @@ class ScheduleRun(HookSet):
 
     def _warn(self, pipe: Any, timestep: Any) -> None:
         """Say so if steps go by without the callback."""
-        if timestep is None:
+        names = [name for name in self._loaded.active() if self._loaded[name].changes]
+        if timestep is None or not names:
             return
         self._since.add(float(torch.as_tensor(timestep).max()))
-        names = [name for name in self._loaded.active() if self._loaded[name].changes]
-        if names and len(self._since) > getattr(getattr(pipe, "scheduler", None), "order", 1):
+        if len(self._since) > getattr(getattr(pipe, "scheduler", None), "order", 1):
             self._warned = True
             warnings.warn(
                 f"concepts {names[:8]} have schedules, but this run does not call their step callback, so they keep the first step's "
