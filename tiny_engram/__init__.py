@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from tiny_engram.concept import Concept, ConceptFileError
     from tiny_engram.config import ConceptConfig
     from tiny_engram.errors import TinyEngramError
+    from tiny_engram.pipelines.engram_pipeline import EngramPipeline
     from tiny_engram.schedule_run import EngramSchedule
     from tiny_engram.schedules import Schedule
+    from tiny_engram.sharing import push_to_hub, save_pretrained
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,7 @@ __all__ = [
     "ConceptConfig",
     "ConceptFileError",
     "EngramAdapter",
+    "EngramPipeline",
     "EngramSchedule",
     "Schedule",
     "TinyEngramError",
@@ -56,7 +59,9 @@ __all__ = [
     "get_list_concepts",
     "get_schedule",
     "load_concept",
+    "push_to_hub",
     "register",
+    "save_pretrained",
     "scheduled",
     "set_concepts",
     "set_schedule",
@@ -69,9 +74,12 @@ _HOMES = {
     "Concept": "concept",
     "ConceptConfig": "config",
     "ConceptFileError": "concept",
+    "EngramPipeline": "pipelines.engram_pipeline",
     "EngramSchedule": "schedule_run",
     "Schedule": "schedules",
     "TinyEngramError": "errors",
+    "push_to_hub": "sharing",
+    "save_pretrained": "sharing",
 }
 
 
