@@ -35,9 +35,12 @@ def save_picture(picture: Image.Image, path: Path, **options: Any) -> Path:
 
 
 def draw_pictures(
-    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None
+    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None, **options: Any
 ) -> np.ndarray:
-    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i]."""
+    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i].
+
+    options: further arguments of `pipe(...)`, such as a step callback's.
+    """
     size = native_size(pipe)
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     disabled = dict(getattr(pipe, "_progress_bar_config", {}))
@@ -52,6 +55,7 @@ def draw_pictures(
             height=size,
             width=size,
             output_type="np",
+            **options,
         ).images
     finally:
         pipe.set_progress_bar_config(**(disabled or {"disable": False}))
