@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tiny_engram.pipelines.attentions import auraflow, flux, hunyuan_dit, joint_blocks, masked_across_transformer_blocks
 from tiny_engram.pipelines.family import EncoderSpec, Family
 from tiny_engram.pipelines.texts import preprocessed, sequence_window
 
@@ -85,6 +86,7 @@ STABLE_DIFFUSION_3 = Family(
     ),
     returns=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
     consumed=two_clips_and_t5,
+    attentions=joint_blocks,
 )
 
 FLUX = Family(
@@ -110,6 +112,7 @@ FLUX = Family(
     returns=("prompt_embeds", "pooled_prompt_embeds", "_text_ids"),
     consumed=t5_and_pooled,
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=flux,
 )
 
 CHROMA = Family(
@@ -125,6 +128,7 @@ CHROMA = Family(
         "negative_prompt_attention_mask",
     ),
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=flux,
 )
 
 PIXART = Family(
@@ -132,6 +136,7 @@ PIXART = Family(
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline", "PixArtSigmaPAGPipeline"),
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, masked=True, window=sequence_window),),
     returns=MASKED,
+    attentions=masked_across_transformer_blocks,
     # bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all
     call={"use_resolution_binning": False},
     predicts=pixart_prediction,
@@ -143,6 +148,7 @@ AURAFLOW = Family(
     encoders=(EncoderSpec("umt5", "text_encoder", "tokenizer", window=sequence_window),),
     returns=MASKED,
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=auraflow,
 )
 
 HUNYUAN_DIT = Family(
@@ -156,4 +162,5 @@ HUNYUAN_DIT = Family(
     consumed=bert_and_t5,
     encode=encode_twice,
     given={"encoder_hidden_states": "prompt_embeds", "encoder_hidden_states_t5": "prompt_embeds_2"},
+    attentions=hunyuan_dit,
 )

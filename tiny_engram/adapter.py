@@ -25,10 +25,14 @@ __all__ = [
     "get_active_concepts",
     "get_adapter",
     "get_list_concepts",
+    "get_schedule",
     "load_concept",
     "register",
+    "scheduled",
     "set_concepts",
+    "set_schedule",
     "set_strength",
+    "step_callback",
     "unload_concept",
 ]
 
@@ -113,3 +117,7 @@ get_list_concepts = _on_pipe(EngramAdapter.get_list_concepts)
 get_active_concepts = _on_pipe(EngramAdapter.get_active_concepts)
 explain = _on_pipe(EngramAdapter.explain)
 register = _on_pipe(EngramAdapter.register)
+set_schedule = _on_pipe(EngramAdapter.set_schedule)
+get_schedule = _on_pipe(EngramAdapter.get_schedule)
+step_callback = _on_pipe(EngramAdapter.step_callback)
+scheduled = _on_pipe(EngramAdapter.scheduled)

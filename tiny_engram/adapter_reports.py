@@ -76,6 +76,7 @@ def explain_prompts(
             strengths={name: loaded[name].strength for name in here if name in active},
             mounts={name: mount.store.mounts_of(name) for name in here},
             maps={name: mount.store.maps_of(name) for name in here},
+            schedules={name: str(schedule) for name in here if (schedule := loaded[name].schedule) is not None},
             silent={name: (loaded[name].compiled[role], loaded.why_off(name)) for name in here if name not in active},
             written=None if read == converted else text,
             most_tokens=most,

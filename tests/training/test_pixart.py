@@ -1,4 +1,7 @@
-"""Teaching on PixArt: an encoder that is given a mask, a pipeline that rewrites prompts, a transformer that may be told more than the text."""
+"""Teaching on PixArt: an encoder that is given a mask, a pipeline that rewrites prompts, a transformer told more than the text."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -6,7 +9,6 @@ from diffusers import PixArtAlphaPipeline
 
 import tiny_engram
 from tests.pipelines.tiny.t5 import pixart
-from tiny_engram.errors import TinyEngramError
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.run_setup import frozen
 from tiny_engram.training import loop, objective, train
@@ -16,6 +18,7 @@ from tiny_engram.training.reading import read_texts
 
 ROLE = "t5"
 AT_ENCODER = {"mounts": ("input", "span"), "class_word": "lamp", "rho": 4.0}
+EVERYWHERE = {"mounts": ("input", "value"), "share": "block", "bands": 2, "attention_rank": 1, "feedforward_rank": 1}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,6 @@ def fixed_error(pipe, folder, file=None) -> float:
     if file is not None:
         adapter.load_concept(file)
     embeds = adapter.embeds(["a zqx"] * len(latents))
-    adapter.detach()
     noisy = objective.add_noise(pipe.scheduler, latents, noise, timesteps)
     said = pipe.transformer(
         noisy,
@@ -47,6 +49,7 @@ def fixed_error(pipe, folder, file=None) -> float:
         encoder_attention_mask=embeds["prompt_attention_mask"],
         timestep=timesteps,
     ).sample
+    adapter.detach()
     return float((said - objective.target_of(pipe.scheduler, latents, noise, timesteps)).square().mean())
 
 
@@ -56,9 +59,10 @@ def _opened(example):
     return load_picture(example.path)
 
 
-def test_six_steps_lower_a_fixed_error_and_the_base_keeps_its_bits(base, config, folder):
+@pytest.mark.parametrize("mounts", [AT_ENCODER, EVERYWHERE], ids=["encoder", "everywhere"])
+def test_six_steps_lower_a_fixed_error_and_the_base_keeps_its_bits(base, config, folder, mounts):
     before, untaught = weights(base), fixed_error(base, folder)
-    options = config(**AT_ENCODER, max_train_steps=6, train_batch_size=4, resolution=64, caption_template=("a {trigger}",))
+    options = config(**mounts, max_train_steps=6, train_batch_size=4, resolution=64, caption_template=("a {trigger}",))
     result = train(base, options, progress=False)
     after = weights(base)
     assert all(torch.equal(p, after[name]) for name, p in before.items())
@@ -66,8 +70,9 @@ def test_six_steps_lower_a_fixed_error_and_the_base_keeps_its_bits(base, config,
     assert fixed_error(base, folder) == untaught
 
 
-def test_the_transformer_is_given_in_training_what_it_is_given_when_served(base, config, tmp_path):
-    options = config(**AT_ENCODER, resolution=64)
+@pytest.mark.parametrize("mounts", [AT_ENCODER, EVERYWHERE], ids=["encoder", "everywhere"])
+def test_the_transformer_says_in_training_what_it_says_when_served(base, config, tmp_path, mounts):
+    options = config(**mounts, resolution=64)
     adapter = tiny_engram.attach(base)
     start = loop._start(adapter, options)
     module = loop._module(adapter, start, ROLE, options)
@@ -77,26 +82,38 @@ def test_the_transformer_is_given_in_training_what_it_is_given_when_served(base,
     text = "a 3d zqx by night, and a zqx"
     examples = scan_folder(options.train_data_dir, ("zqx",), templates=(text.replace("zqx", "{trigger}"),)).examples
     data = loop._prepare(base, adapter, start, options, examples)
-    draws = [objective.draw(0, 0, sample, 2) for sample in range(2)]
-    given: list[dict] = []
-    handle = base.transformer.register_forward_pre_hook(lambda _m, _a, kwargs: given.append(kwargs), with_kwargs=True)
-    with frozen(base.transformer, base.text_encoder):
-        loop.denoising_loss(base, module, adapter.contexts[ROLE], data, draws, options).backward()
+    draws = [objective.draw(0, 0, sample, 2) for sample in range(2)]  # one in each band
+    calls: list[tuple] = []
+    handle = base.transformer.register_forward_hook(lambda _m, *call: calls.append(call), with_kwargs=True)
+    contexts = adapter.contexts[ROLE]
+    with frozen(base.transformer, base.text_encoder), contexts.held() if options.at_denoiser else nullcontext():
+        loop.denoising_loss(base, module, contexts, data, draws, options).backward()
     handle.remove()
     # rows that capitals would read are there, and no caption of this pipeline has any
     assert all(p.grad is not None and p.grad.ne(0).any() for p in module.parameters())
     values = {name: p.detach() for name, p in module.named_parameters()}
     adapter.load_concept(module.concept(start, ROLE, values).save(tmp_path / "c.safetensors"))
-    served = adapter.embeds([text.upper()] * 2)  # the pipeline writes it in lower case
+    ((noisy,), given, (trained,)) = calls[0]
+
+    @torch.no_grad()
+    def said(prompt: str) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        embeds = adapter.embeds([prompt] * 2)
+        states, mask = embeds["prompt_embeds"], embeds["prompt_attention_mask"]
+        options = {"encoder_hidden_states": states, "encoder_attention_mask": mask, "timestep": given["timestep"]}
+        return embeds, base.transformer(noisy, **options).sample
+
+    served, output = said(text.upper())  # the pipeline writes it in lower case
     adapter.disable_concepts()
-    plain = adapter.embeds([text] * 2)["prompt_embeds"]
+    plain, without = said(text)
     adapter.detach()
-    states, mask = given[0]["encoder_hidden_states"].detach(), given[0]["encoder_attention_mask"]
+    states, mask = given["encoder_hidden_states"].detach(), given["encoder_attention_mask"]
     time = mask.shape[1]
     assert torch.equal(mask, served["prompt_attention_mask"][:, :time]) and not served["prompt_attention_mask"][:, time:].any()
     read = mask.bool()
     torch.testing.assert_close(states[read], served["prompt_embeds"][:, :time][read], rtol=1e-4, atol=1e-4)
-    assert (states[read] - plain[:, :time][read]).abs().max() > 0.05
+    assert (states[read] - plain["prompt_embeds"][:, :time][read]).abs().max() > 0.05
+    torch.testing.assert_close(trained.detach(), output, rtol=1e-4, atol=1e-4)
+    assert (output - without).abs().max() > 0.02
 
 
 def test_texts_are_read_as_the_pipeline_reads_them(base):
@@ -115,8 +132,3 @@ def test_published_shapes_say_variance_and_size_beside(conditions, config):
     result = train(pipe, config(mounts=("span",), max_train_steps=2, resolution=32), progress=False)
     assert torch.tensor(result.losses).isfinite().all()
     assert result.concept.mount_rows(ROLE).rows().ne(0).any()
-
-
-def test_where_it_has_no_places_in_its_denoiser_teaching_says_so(base, recipe):
-    with pytest.raises(TinyEngramError, match="no cross-attentions that a concept could add to; pass --mounts span"):
-        train(base, recipe(mounts=("span",)), progress=False)

@@ -24,6 +24,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.maps import GivenMaps
 from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
+from tiny_engram.stream_contexts import GivenRows
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
 from tiny_engram.training.checkpoint import save_checkpoint
@@ -120,7 +121,8 @@ def denoising_loss(
     captions = data.captions.batch(picks)
     states, read, factors = module(captions, at_step, dtype)
     # under mixed precision Accelerate turns a module's output into float32
-    states, read = states.to(dtype), {name: context.to(dtype) for name, context in read.items()}
+    states = states.to(dtype)
+    read = read if isinstance(read, GivenRows) else {name: context.to(dtype) for name, context in read.items()}
     maps = GivenMaps(captions.fired.to(device), factors) if factors else None
     with contexts.giving(states, read, maps):
         # some denoisers say the noise's variance too, in channels behind

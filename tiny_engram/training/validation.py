@@ -38,14 +38,17 @@ def save_picture(picture: Image.Image, path: Path, **options: Any) -> Path:
 
 
 def draw_pictures(
-    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None
+    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None, **options: Any
 ) -> np.ndarray:
-    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i]."""
+    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i].
+
+    options: further arguments of `pipe(...)`, such as a step callback's.
+    """
     size, family = native_size(pipe), find_family(pipe)
+    given: dict[str, Any] = {} if family is None else dict(family.call)
+    given |= {} if size is None else {"height": size, "width": size}
     # left out rather than None: some pipelines have a default of their own
-    options: dict[str, Any] = {} if negative_prompt is None else {"negative_prompt": [negative_prompt] * len(prompts)}
-    options |= {} if size is None else {"height": size, "width": size}
-    options |= {} if family is None else family.call
+    given |= {} if negative_prompt is None else {"negative_prompt": [negative_prompt] * len(prompts)}
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     disabled = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)
@@ -56,7 +59,7 @@ def draw_pictures(
             guidance_scale=guidance,
             generator=generators,
             output_type="np",
-            **options,
+            **{**given, **options},
         ).images
     finally:
         pipe.set_progress_bar_config(**(disabled or {"disable": False}))
