@@ -50,7 +50,7 @@ SHARES_ASKED: dict[str, dict[str, int]] = {
     "left share": {"pairs": 75},
     "right share": {"pairs": 75},
 }
-# A base of a third of the weights is allowed so many points less.
+# A base of two fifths of the weights is allowed so many points less.
 ALLOWANCE = {"emoji-sd": 0, "emoji-pixart": 5}
 RESULTS = {"emoji-sd": "base.json", "emoji-pixart": "base-dit.json"}
 MEANING = {

@@ -49,6 +49,23 @@ def encode_twice(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | No
     return found
 
 
+def pixart_prediction(pipe: Any, noisy: Any, timesteps: Any, states: Any, mask: Any) -> Any:
+    """As PixArt calls its transformer; Alpha at 1,024 pixels says the picture's size too."""
+    conditions = None
+    if pipe.transformer.use_additional_conditions:
+        batch, _, height, width = noisy.shape
+        size = noisy.new_tensor([height, width]) * pipe.vae_scale_factor
+        conditions = {"resolution": size.expand(batch, 2), "aspect_ratio": (size[:1] / size[1:]).expand(batch, 1)}
+    return pipe.transformer(
+        noisy,
+        encoder_hidden_states=states,
+        timestep=timesteps,
+        added_cond_kwargs=conditions,
+        encoder_attention_mask=mask,
+        return_dict=False,
+    )[0]
+
+
 HUNYUAN_RETURNS = ("prompt_embeds", "negative_prompt_embeds", "prompt_attention_mask", "negative_prompt_attention_mask")
 
 STABLE_DIFFUSION_3 = Family(
@@ -117,9 +134,12 @@ CHROMA = Family(
 PIXART = Family(
     name="pixart",
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline", "PixArtSigmaPAGPipeline"),
-    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, window=sequence_window),),
+    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, masked=True, window=sequence_window),),
     returns=MASKED,
     attentions=masked_across_transformer_blocks,
+    # bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all
+    call={"use_resolution_binning": False},
+    predicts=pixart_prediction,
 )
 
 AURAFLOW = Family(

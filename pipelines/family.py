@@ -41,6 +41,7 @@ class EncoderSpec:
             for entries that are read side by side; None for the last hidden state.
         pooled: is the pooled vector all that is used of it?
         text: (pipe, prompt) -> what the tokenizer is given: cleaned, in lower case; without a chat template.
+        masked: does the pipeline give it the tokenizer's attention mask?
         window: pipe -> most tokens of that text that the pipeline lets through, with the special tokens that the tokenizer alone adds; None
             for the tokenizer's own `model_max_length`.
         offset: place of its first state in what the denoiser reads, where several encoders' states stand one behind the other.
@@ -53,6 +54,7 @@ class EncoderSpec:
     reads: int | tuple[int, ...] | None = None
     pooled: bool = False
     text: Callable[[Any, str], str] = text_as_given
+    masked: bool = False
     window: Callable[[Any], int] | None = None
     offset: int = 0
 
@@ -185,6 +187,10 @@ class Family:
         per_timestep: timestep of the denoiser's call -> the scheduler's, of `num_train_timesteps`.
         probe_length: tokens that the prompts of the probe at attach are padded to, where the pipeline pads; None for its own.
         refuses: mode ("deep", "context", "input") -> why this family does not have it, in words.
+        call: further arguments of `pipe(...)` with which pictures are drawn at a size that is asked for.
+        predicts: how a step of training calls the denoiser: (pipe, noisy latents `[batch, channels, h, w]`, timesteps int64 `[batch]`, text
+            states `[batch, time, width]`, their mask int64 `[batch, time]` or None) -> what it says, whose first channels are those of the
+            latents. None: concepts cannot be taught on this family.
     """
 
     name: str
@@ -201,6 +207,8 @@ class Family:
     per_timestep: Callable[[float, int], float] | None = None
     probe_length: int | None = 64
     refuses: Mapping[str, str] = field(default_factory=dict)
+    call: Mapping[str, Any] = field(default_factory=dict)
+    predicts: Callable[[Any, Any, Any, Any, Any], Any] | None = None
 
     @property
     def denoiser(self) -> str:

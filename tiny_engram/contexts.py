@@ -123,6 +123,10 @@ class ContextMounts:
         denoisers = self._hooks.denoisers()
         return type(denoisers[0] if denoisers else None).__name__
 
+    def consumed(self, call: DenoiserCall) -> Any:
+        """The role's own states in what a denoiser is given."""
+        return self._consumed(call.embeds)
+
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -28,6 +28,8 @@ from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport
 from tiny_engram.residual import Spans
 from tiny_engram.role_mounts import asked_of, mounts_at
+from tiny_engram.schedule_run import ScheduleRun
+from tiny_engram.scheduling import Scheduling
 from tiny_engram.sources import Source, SourceOptions, load_source
 from tiny_engram.store import Plan, checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
@@ -47,7 +49,7 @@ def _texts(prompt: str | Sequence[str] | None) -> list[str]:
     return [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
 
 
-class EngramAdapter:
+class EngramAdapter(Scheduling):
     """Concepts on one pipeline; made by `attach(pipe)`.
 
     Attributes:
@@ -76,6 +78,7 @@ class EngramAdapter:
         self._watch = DenoiserWatch(
             family, family.present(pipe), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
+        self._schedules = ScheduleRun(self._loaded, self.mounts, pipe=self._pipe, modules=self._readers, owner=self)
 
     # -- the pipeline --------------------------------------------------------------------------------------------------------
 
@@ -118,6 +121,12 @@ class EngramAdapter:
         for mount in (*self.mounts.values(), *self.contexts.values()):
             mount.detach()
         self._watch.detach()
+        self._schedules.detach()
+
+    def _readers(self) -> list[Any]:
+        """All modules of the pipeline that are given text states: its denoisers, and a control net."""
+        pipe = self._pipe()
+        return [] if pipe is None else [*self.family.present(pipe).values(), getattr(pipe, "controlnet", None)]
 
     def _log(self, role: str, plan: Plan) -> None:
         if not logger.isEnabledFor(logging.INFO):
@@ -126,7 +135,7 @@ class EngramAdapter:
         for name, b, s, n in plan.places:
             places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
         for name, where in places.items():
-            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded[name].strength)
+            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded.strength_now(name))
 
     def _encoders(self) -> dict[str, tuple[str, Any]]:
         """Role -> (attribute, the encoder that the pipeline has there now)."""
@@ -223,6 +232,7 @@ class EngramAdapter:
         for name in names:
             for role in self._loaded[name].concept.roles:
                 self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
+        self._schedules.changed()
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
@@ -257,6 +267,8 @@ class EngramAdapter:
                 self.mounts[role].store.remove(each)
                 self.contexts[role].settle()
             del self._loaded[each]
+        self._schedules.changed()
+        self._schedules.settle()
         self._watch.changed()
 
     def delete_concept(self, names: str | Sequence[str]) -> None:
@@ -346,15 +358,23 @@ class EngramAdapter:
         return embeds["prompt_embeds"], None if negative_prompt is None else embeds["negative_prompt_embeds"]
 
     def embeds(
-        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        **options: Any,
     ) -> Mapping[str, Any]:
-        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`."""
+        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`.
+
+        options: of `pipe(...)`; those that `encode_prompt` has too are given to it.
+        """
         prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
-            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
+            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt, **options)
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
-        return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))
+        with self._schedules.awake():
+            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))

@@ -33,6 +33,9 @@ from tiny_engram.templates import PromptTemplates
 __all__ = ["EncoderMounts"]
 
 
+MOST_PROOFS = 128  # more than the layers of any encoder
+
+
 class _Call(threading.local):
     """What one thread's current encoder call carries from the pre-hook to the hooks after it.
 
@@ -64,6 +67,7 @@ class EncoderMounts(HookSet):
         templates: words that the pipeline puts around prompts, in which nothing fires.
         encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
         calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
+        proof: states that fired, while it is still to be seen that the denoiser gets them; None once it was, or the probe saw it.
         on_fire: told (role, plan) of each call in which a trigger fires. on_ids: told the ids of each call.
         check_denoiser: called before a prompt is encoded while a concept is active at the denoiser.
     """
@@ -86,6 +90,8 @@ class EncoderMounts(HookSet):
         self.tokenizer = tokenizer
         self.encoded: EncodedPrompts | EncodedPositions = EncodedPrompts()
         self.templates = templates or PromptTemplates((), 0)
+        self.unseen = 0
+        self.proof: list[torch.Tensor] | None = None
         self.on_fire: Callable[[str, Plan], None] | None = None
         self.on_ids: Callable[[torch.Tensor], None] | None = None
         self.check_denoiser: Callable[[], None] | None = None
@@ -288,4 +294,7 @@ class EncoderMounts(HookSet):
             raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")
         for fired in plan:
             hidden = fired.apply(hidden)
+        if plan and self.proof is not None:
+            row, time, _ = (index[0].item() for index in plan[0].spans.flat())
+            self.proof = [*self.proof[-MOST_PROOFS:], hidden[row, time].detach().clone()]
         return hidden

@@ -16,6 +16,7 @@ from tiny_engram.denoiser_call import read_call
 from tiny_engram.encoded import count_prompts
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.mounts import EncoderMounts
+from tiny_engram.probe import prove
 
 __all__ = ["DenoiserWatch"]
 
@@ -71,6 +72,9 @@ class DenoiserWatch(HookSet):
             self._names = self._active()
         if self._names or any(mount.store.active_at_denoiser for mount in self._mounts.values()):
             self._check(next(iter(call.embeds.values()), None))
+            for role, mount in self._mounts.items():
+                if mount.proof:
+                    prove(mount, self._contexts[role].consumed(call))
         self.seconds += time.perf_counter() - begin
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
