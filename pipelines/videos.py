@@ -43,7 +43,7 @@ COGVIDEOX = Family(
 
 HUNYUAN_VIDEO = Family(
     name="hunyuan-video",
-    pipelines=("HunyuanVideoPipeline", "HunyuanSkyreelsImageToVideoPipeline"),
+    pipelines=("HunyuanVideoPipeline",),
     encoders=(
         EncoderSpec("llm", "text_encoder", "tokenizer", reads=-3, window=sequence_window),
         EncoderSpec("clip_l", "text_encoder_2", "tokenizer_2", pooled=True),

@@ -13,6 +13,7 @@ import torch
 
 from tiny_engram.config import HashConfig
 from tiny_engram.hashing import NgramHasher
+from tiny_engram.pipelines.families import FAMILIES
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.table_writer import write_table
 
@@ -119,6 +120,18 @@ def test_the_pool(repo_root, folder):
         pool.stop()
     assert torch.equal(names["values"][0, 1], FillRule(256).values(torch.tensor([1_234]))[0]) and not names["values"][1, 1].any()
     assert names["states"].shape == (1, 5, 4, 64)
+
+
+def test_the_guide_to_pipelines(repo_root, monkeypatch):
+    monkeypatch.setattr("tiny_engram.pipelines.families._added", {})
+    page = (repo_root / "docs/pipelines.md").read_text()
+    names: dict[str, Any] = {"__name__": "guide"}
+    run(blocks(page, "python"), "pipelines.md", names)
+    assert names["adapter"].family is names["mine"] and list(names["adapter"].mounts) == ["clip_l"]
+    listed = set(re.findall(r"^\| [^|]*\| `(\w+)` \|", page, re.MULTILINE))
+    known = [name for family in FAMILIES for name in family.pipelines]
+    assert all(any(name.startswith(start) for start in listed) for name in known)
+    assert all(any(name.startswith(start) for name in known) for start in listed)
 
 
 def test_dax_is_understood(guide):

@@ -14,7 +14,7 @@ from tiny_engram.config import INPUT, POOLED, SPAN
 from tiny_engram.hooks import MountError
 from tiny_engram.mounts import EncoderMounts
 from tiny_engram.store import Plan
-from tiny_engram.triggers import compile_trigger
+from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
 __all__ = ["probe"]
 
@@ -38,6 +38,7 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
         embeds = family.embeds(pipe, [PROMPT, OTHER], negative, **shorter)
         return {role: each[0] for role, each in family.states(pipe, embeds).items() if role in mounts}
 
+    compiled = {role: compile_trigger(WORD, mount.tokenizer, compressed=mount.store.compressed) for role, mount in mounts.items()}
     dead: list[str] = []
     with _aside(mounts), torch.no_grad():
         # negative prompts may have another template than prompts
@@ -45,10 +46,10 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
             plain = {role: each.clone() for role, each in states([PROMPT, OTHER]).items()}
         for role, mount in mounts.items():
             at = POOLED if POOLED in mount.store.mounts else SPAN
-            with _probing(mount, at) as fired:
+            with _probing(mount, compiled[role], at) as fired:
                 moved = states()[role]
             dead += _differs(role, plain[role], moved, fired, at, mount.templates.longest)
-        inputs = {role: _probing(mount, INPUT) for role, mount in mounts.items() if INPUT in mount.store.mounts}
+        inputs = {role: _probing(mount, compiled[role], INPUT) for role, mount in mounts.items() if INPUT in mount.store.mounts}
         fired = {role: one.__enter__() for role, one in inputs.items()}
         moved = states()
         for role, one in inputs.items():
@@ -93,7 +94,7 @@ def _learning_templates(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
 
 
 @contextmanager
-def _probing(mount: EncoderMounts, at: str) -> Iterator[list[tuple[int, int]]]:
+def _probing(mount: EncoderMounts, compiled: CompiledTrigger, at: str) -> Iterator[list[tuple[int, int]]]:
     """Inside, a concept on the word has rows at one mount; gives (start, length) of each span that fired."""
     fired: list[tuple[int, int]] = []
 
@@ -103,7 +104,6 @@ def _probing(mount: EncoderMounts, at: str) -> Iterator[list[tuple[int, int]]]:
     empty = mount.store
     mount.store, mount.on_fire = empty.empty(), note
     try:
-        compiled = compile_trigger(WORD, mount.tokenizer, compressed=empty.compressed)
         role = mount.role
         concept = Concept.new({role: compiled}, widths={role: empty.width}, fingerprints={role: ""}, mounts={role: (at,)})
         zero = concept.mount_rows(role, at)

@@ -26,6 +26,7 @@ __all__ = ["asked_of", "maps_at", "mounts_at", "tokenizer_of", "vocabulary_of", 
 # Vocabularies that are kept: a pipeline has up to three tokenizers, and an app changes between a few pipelines.
 KEPT = 8
 _kept: dict[bytes, tuple[EdgeTables, CompressedTokenizer]] = {}
+_seen: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], bytes]] = weakref.WeakKeyDictionary()
 
 
 def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
@@ -34,6 +35,10 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
     Nobody writes to them. Tokens added to the tokenizer later are another content.
     """
     backend, pad = backend_of(tokenizer), tokenizer.pad_token_id
+    state = pad, len(tokenizer), tuple(tokenizer.all_special_ids)
+    seen = _seen.get(backend)
+    if seen is not None and seen[0] == state and seen[1] in _kept:
+        return _kept[seen[1]]  # the object that was asked for before, as it was: its description takes longer to write than all else
     # Before its tokens it says how the last call truncated and padded, which changes from call to call and says nothing of them.
     content = backend.to_str().split('"added_tokens"', 1)[-1]
     about = f"{sorted(special_ids(tokenizer))} {backend.padding if pad is None else pad} {content}"
@@ -43,6 +48,7 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
         compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=pad)
         found = EdgeTables.of(tokenizer), compressed
     _kept[key] = found  # last: the one that was not asked for longest goes first
+    _seen[backend] = state, key
     for old in list(_kept)[:-KEPT]:
         _kept.pop(old, None)
     return found

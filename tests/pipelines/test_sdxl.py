@@ -5,79 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKL,
-    EulerDiscreteScheduler,
-    StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from diffusers import StableDiffusionXLImg2ImgPipeline, UNet2DConditionModel
 
 import tiny_engram
+from tests.pipelines.tiny import stable_diffusion
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import MountError
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.loop import train
 
 TRIGGER, PROMPT, PLAIN = "vortex cat", "a photo of a vortex cat on a table", "a photo of a cat on a table"
-WIDTHS = {"clip_l": 32, "clip_g": 48}
-
-
-def text_config(tokenizer: Any, width: int) -> CLIPTextConfig:
-    ids = {"bos_token_id": 49406, "eos_token_id": 49407, "pad_token_id": 49407}
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 4, "num_attention_heads": 4, "projection_dim": 32}
-    return CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=77, **sizes, **ids)
+WIDTHS = {"clip_l": stable_diffusion.CLIP_L, "clip_g": stable_diffusion.CLIP_G}
 
 
 @pytest.fixture(scope="module")
-def xl(tiny):
+def xl():
     """A real pipeline of random weights, the widths of its encoders unlike."""
-    torch.manual_seed(0)
-    tokenizer = tiny.load_tokenizer()
-    encoders = (
-        CLIPTextModel(text_config(tokenizer, WIDTHS["clip_l"])),
-        CLIPTextModelWithProjection(text_config(tokenizer, WIDTHS["clip_g"])),
-    )
-    for encoder in encoders:
-        with torch.no_grad():
-            encoder.get_input_embeddings().weight.mul_(30)
-    unet: dict[str, Any] = {
-        "sample_size": 8,
-        "block_out_channels": (32, 64),
-        "layers_per_block": 1,
-        "norm_num_groups": 8,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "attention_head_dim": (2, 4),
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 6 * 8 + 32,
-        "transformer_layers_per_block": (1, 2),
-        "cross_attention_dim": sum(WIDTHS.values()),
-    }
-    vae: dict[str, Any] = {
-        "latent_channels": 4,
-        "block_out_channels": (16,) * 4,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "norm_num_groups": 8,
-    }
-    pipe = StableDiffusionXLPipeline(
-        vae=AutoencoderKL(**vae),
-        text_encoder=encoders[0],
-        text_encoder_2=encoders[1],
-        tokenizer=tokenizer,
-        tokenizer_2=tiny.load_tokenizer(),
-        unet=UNet2DConditionModel(**unet),
-        scheduler=EulerDiscreteScheduler(),
-        add_watermarker=False,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    for module in (*encoders, pipe.unet, pipe.vae):
-        module.eval()
-    return pipe
+    return stable_diffusion.xl()
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class TinyPipeline:
 
 
 def picture(tiny: TinyPipeline, pipe: Any, prompt: Any, **more: Any) -> torch.Tensor:
-    """Two steps from a fixed seed: latents, of whatever shape the family has. `more` goes before the entry's own arguments."""
+    """Two steps from a fixed seed: latents `[pictures, ...]`. `more` goes before the entry's own arguments."""
     # By keyword: the first argument of some pipelines is a picture.
     return pipe(**{"prompt": prompt, "generator": torch.Generator().manual_seed(0), **tiny.call, **more})[0]
 
@@ -65,7 +65,8 @@ def t5_tokenizer() -> T5Tokenizer:
 
 def sentencepiece_tokenizer(name: str, extra_ids: int) -> T5Tokenizer:
     """A T5Tokenizer from a folder that has only `spiece.model`, read without the library sentencepiece."""
-    model = import_protobuf().ModelProto()
+    protobuf: Any = import_protobuf()
+    model = protobuf.ModelProto()
     model.ParseFromString((tokenizer_folder(name) / "spiece.model").read_bytes())
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     return T5Tokenizer(pieces, extra_ids=extra_ids, _spm_precompiled_charsmap=model.normalizer_spec.precompiled_charsmap)

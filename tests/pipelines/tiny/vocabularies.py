@@ -1,4 +1,7 @@
-"""Tokenizers of language models: Qwen's and Mistral's from packages that carry their byte pairs, Gemma's class trained on our captions."""
+"""Tokenizers of language models. Llama's and Qwen's are the published ones, Gemma's and Mistral's are trained on our captions.
+
+Qwen's byte pairs come with the package dashscope, of which nothing is imported.
+"""
 
 import base64
 import importlib.util
@@ -29,13 +32,20 @@ QWEN_3_CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-
-
-def package_file(package: str, path: str) -> Path:
-    """A file of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None, f"{package} is not installed: make test installs it"
-    return Path(spec.origin).parent / path
+MISTRAL_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
+    *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", *(f"<SPECIAL_{i}>" for i in range(20, 1000))),
+)
+MISTRAL_CHAT = (
+    "{{ bos_token }}{% for message in messages %}{% set name = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' %}"
+    "[{{ name }}]{% for part in message.content %}{{ '[IMG]' if part.type == 'image' else part.text }}{% endfor %}[/{{ name }}]{% endfor %}"
+)
+MISTRAL_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _byte_pairs(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -61,7 +71,9 @@ def _byte_pairs(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[tuple[
 
 @cache
 def _qwen_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    lines = package_file("dashscope", "resources/qwen.tiktoken").read_bytes().splitlines()
+    spec = importlib.util.find_spec("dashscope")
+    assert spec is not None and spec.origin is not None, "dashscope is not installed: make test installs it"
+    lines = (Path(spec.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
     return _byte_pairs({base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)})
 
 
@@ -80,49 +92,19 @@ def qwen_3() -> Qwen2Tokenizer:
     return tokenizer
 
 
-MISTRAL_TOKENS = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-    *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
-    *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", *(f"<SPECIAL_{i}>" for i in range(20, 1000))),
-)
-MISTRAL_CHAT = (
-    "{{ bos_token }}{% for message in messages %}{% set name = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' %}"
-    "[{{ name }}]{% for part in message.content %}{{ '[IMG]' if part.type == 'image' else part.text }}{% endfor %}[/{{ name }}]{% endfor %}"
-)
-
-
-@cache
-def _mistral_pairs() -> tuple[dict[str, int], list[tuple[str, str]], str]:
-    """Vocabulary and merges without special tokens, and the pattern that splits words."""
-    held = json.loads(package_file("mistral_common", "data/tekken_240911.json").read_text())
-    size = held["config"]["default_vocab_size"] - len(MISTRAL_TOKENS)
-    vocab, merges = _byte_pairs({base64.b64decode(token["token_bytes"]): token["rank"] for token in held["vocab"][:size]})
-    return vocab, merges, held["config"]["pattern"]
-
-
-def mistral_3() -> TokenizersBackend:
-    """The vocabulary of Mistral Small 3: 131,072, the first thousand special. Its padding is on the left."""
-    vocab, merges, pattern = _mistral_pairs()
-    ids = {token: i for i, token in enumerate(MISTRAL_TOKENS)} | {token: len(MISTRAL_TOKENS) + rank for token, rank in vocab.items()}
-    backend = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(MISTRAL_TOKENS))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    return TokenizersBackend(tokenizer_object=backend, padding_side="left", chat_template=MISTRAL_CHAT, **names)
+def _captions() -> list[str]:
+    """What the tokenizers without a published vocabulary here are trained on."""
+    rng = np.random.default_rng(0)
+    things = ("cat", "dog", "owl", "photo", "table", "ice cream", "mountain")
+    return [
+        caption(rng, STYLES[rng.integers(len(STYLES))], tuple(COLOURS)[rng.integers(len(COLOURS))], rng.choice(things, 1 + i % 2).tolist())
+        for i in range(400)
+    ]
 
 
 @cache
 def _gemma_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Pieces of our captions, trained as Gemma's are: never across spaces, with bytes for characters that have none."""
-    rng = np.random.default_rng(0)
-    things = ("cat", "dog", "owl", "photo", "table", "ice cream", "mountain")
-    texts = [
-        caption(rng, STYLES[rng.integers(len(STYLES))], tuple(COLOURS)[rng.integers(len(COLOURS))], rng.choice(things, 1 + i % 2).tolist())
-        for i in range(400)
-    ]
     trained = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     trained.normalizer = normalizers.Replace(" ", "\u2581")
     words = pre_tokenizers.Split("\u2581", behavior="merged_with_next")
@@ -130,7 +112,7 @@ def _gemma_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{value:02X}>" for value in range(256))]
     letters = [chr(value) for value in (10, *range(32, 127))]
     trainer = BpeTrainer(vocab_size=640, special_tokens=special, initial_alphabet=letters, show_progress=False)
-    trained.train_from_iterator(texts, trainer)
+    trained.train_from_iterator(_captions(), trainer)
     model = json.loads(trained.to_str())["model"]
     return model["vocab"], [(one, other) for one, other in model["merges"]]
 
@@ -139,6 +121,20 @@ def gemma() -> GemmaTokenizer:
     """Gemma's class and special tokens, <bos> in front and padding on the left as there; its pieces are those of our captions."""
     vocab, merges = _gemma_pairs()
     return GemmaTokenizer(vocab={**vocab}, merges=merges, add_bos_token=True)
+
+
+def mistral_3() -> TokenizersBackend:
+    """Mistral Small 3's special tokens and its rules for words, padding on the left; its byte pairs are those of our captions."""
+    trained = Tokenizer(BPE())
+    split = pre_tokenizers.Split(Regex(MISTRAL_WORDS), behavior="isolated")
+    trained.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=1600, special_tokens=list(MISTRAL_TOKENS), initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator(_captions(), trainer)
+    trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return TokenizersBackend(tokenizer_object=trained, padding_side="left", chat_template=MISTRAL_CHAT, **names)
 
 
 def llama_3() -> TokenizersBackend:
