@@ -98,4 +98,3 @@ def test_saving_the_pipeline_writes_a_clean_base(subject, tmp_path):
         assert same(before, after), name
     assert not [path for path in tmp_path.rglob("*") if "engram" in path.name or "concept" in path.name]
     assert "engram" not in (tmp_path / "model_index.json").read_text()
-    assert same(embeds_of(subject.family, subject.twin, PROMPT), embeds_of(subject.family, again, PROMPT))

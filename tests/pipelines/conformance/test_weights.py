@@ -27,7 +27,11 @@ def check_spans(subject: Any, pipe: Any, plain: Any, mode: str) -> None:
     now = embeds_of(subject.family, pipe, PROMPT)
     assert all(now[name].dtype == value.dtype for name, value in plain.items() if isinstance(value, torch.Tensor))
     full = (states_of(subject.family, p, embeds_of(subject.family, p, PROMPT)) for p in (subject.twin, subject.pipe))
-    expected = {role: moved(one, other) for (role, one), other in zip(next(full).items(), next(full).values(), strict=True)} if mode == "span" else None
+    expected = (
+        {role: moved(one, other) for (role, one), other in zip(next(full).items(), next(full).values(), strict=True)}
+        if mode == "span"
+        else None
+    )
     before, after = (states_of(subject.family, pipe, embeds) for embeds in (plain, now))
     for role, states in after.items():
         assert states.isfinite().all()

@@ -176,5 +176,3 @@ def test_half_a_trigger_at_the_window_s_edge_never_fires(subject):
             assert said in ([], [TRIGGER]) and len(said) == len(fired), (role, count, said)
             outcomes.add(len(said))
         assert outcomes == {0, 1}, role
-
-

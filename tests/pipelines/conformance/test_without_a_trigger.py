@@ -58,7 +58,9 @@ def test_detach_leaves_the_pipeline_as_it_was(own, subject):
     for name, part in own.components.items():
         if isinstance(part, torch.nn.Module):
             before = subject.twin.components[name]
-            assert same(before.state_dict(), part.state_dict()) and [n for n, _ in before.named_modules()] == [n for n, _ in part.named_modules()]
+            assert same(before.state_dict(), part.state_dict()) and [n for n, _ in before.named_modules()] == [
+                n for n, _ in part.named_modules()
+            ]
 
 
 @contextmanager
