@@ -14,7 +14,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import MountError
 from tiny_engram.pipelines.families import family_of
 
-# Another class of the same family that the parts of a pipeline make.
+# Another class of the same family that the parts of a pipeline make. Wan's others call ftfy unasked, which is not there.
 SIBLINGS = {
     "stable-diffusion-1": "StableDiffusionImg2ImgPipeline",
     "stable-diffusion-2": "StableDiffusionImg2ImgPipeline",
@@ -24,7 +24,6 @@ SIBLINGS = {
     "chroma": "ChromaImg2ImgPipeline",
     "pixart": "PixArtAlphaPipeline",
     "hunyuandit": "HunyuanDiTPAGPipeline",
-    "wan": "WanImageToVideoPipeline",
     "sana": "SanaPAGPipeline",
     "z-image": "ZImageImg2ImgPipeline",
     "qwen-image": "QwenImageImg2ImgPipeline",
