@@ -62,9 +62,11 @@ def config_of(mode: str) -> ConceptConfig:
     return ConceptConfig(mounts=MODES[mode])
 
 
-def guided(tiny: TinyPipeline) -> dict[str, Any]:
-    """What switches guidance by a negative prompt on, where it is off by default."""
-    return {"true_cfg_scale": 3.0} if takes(tiny, "true_cfg_scale") else {}
+def settings(tiny: TinyPipeline) -> dict[str, Any]:
+    """Arguments of a call that reads prompts as a plain one does, with guidance by a negative prompt on."""
+    length = signature(class_of(tiny).__call__).parameters["max_sequence_length"].default if "max_sequence_length" in tiny.call else None
+    scale = {"true_cfg_scale": 3.0} if takes(tiny, "true_cfg_scale") else {}
+    return scale if length is None else {**scale, "max_sequence_length": length}
 
 
 def has_negative(tiny: TinyPipeline) -> bool:

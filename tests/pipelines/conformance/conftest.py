@@ -1,5 +1,6 @@
 """Pipelines for the promises: each built once, with a twin that nothing was ever attached to, and a record of what held."""
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,8 +55,9 @@ class Subject:
         return made
 
     def draw(self, prompt: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The twin's picture and the pipeline's."""
-        return picture(self.tiny, self.twin, prompt, **more), picture(self.tiny, self.pipe, prompt, **more)
+        """The twin's picture and the pipeline's. Each gets lists of its own: some pipelines write into them."""
+        one, other = (picture(self.tiny, pipe, *copy.deepcopy((prompt,)), **copy.deepcopy(more)) for pipe in (self.twin, self.pipe))
+        return one, other
 
 
 @pytest.fixture

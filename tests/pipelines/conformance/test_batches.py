@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.pipelines.conformance.cases import PLAIN, PROMPT, TRIGGER, each_mode, each_pipeline, guided, has_negative
+from tests.pipelines.conformance.cases import PLAIN, PROMPT, TRIGGER, each_mode, each_pipeline, has_negative, settings
 from tests.pipelines.conformance.reading import embeds_of, given, moved, negatives, same, states_of
 from tests.pipelines.tiny.base import picture
 
@@ -43,7 +43,7 @@ def test_each_side_of_guidance_gets_its_own_rows(subject):
     subject.load(subject.everywhere)
     drawn = []
     for prompt, negative in ((PROMPT, PLAIN), (PLAIN, PROMPT), (PROMPT, PROMPT)):
-        more = {**guided(subject.tiny), "negative_prompt": negative}
+        more = {**settings(subject.tiny), "negative_prompt": negative}
         plain, base = calls(subject, subject.twin, prompt, **more)
         ours, picture_now = calls(subject, subject.pipe, prompt, **more)
         texts = embeds_of(subject.family, subject.twin, prompt, negative), embeds_of(subject.family, subject.pipe, prompt, negative)
@@ -55,7 +55,7 @@ def test_each_side_of_guidance_gets_its_own_rows(subject):
                 seen.add(side)
                 fires = TRIGGER in (prompt, negative)[side]
                 assert torch.equal(one, other) != fires and any(same(other, row) for row in sides[1][side])
-        assert seen == ({0, 1} if prompt != negative else {0}) and not torch.equal(base, picture_now)
+        assert seen == ({0, 1} if not same(*sides[0]) else {0}) and not torch.equal(base, picture_now)
         drawn.append(picture_now)
     assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[1], drawn[2])
 
@@ -94,7 +94,7 @@ def test_rows_of_a_mixed_batch(subject, mode):
 @each_pipeline()
 def test_a_row_without_the_trigger_keeps_its_picture_in_a_mixed_batch(subject):
     subject.load(subject.everywhere)
-    more = {"negative_prompt": ["ugly"] * 2, **guided(subject.tiny)} if has_negative(subject.tiny) else {}
+    more = {"negative_prompt": ["ugly"] * 2, **settings(subject.tiny)} if has_negative(subject.tiny) else {}
     plain, ours = subject.draw([PLAIN, PROMPT], **more)
     assert len(ours) == 2 and [torch.equal(one, other) for one, other in zip(plain, ours, strict=True)] == [True, False]
 
@@ -112,11 +112,14 @@ def test_several_pictures_of_a_prompt_share_its_rows(subject):
     per_prompt = {name: rows_of(value) for name, value in one.items() if "mask" not in name}
     name = several(subject)
     assert name is not None
+    if subject.tiny.family == "cogvideox":
+        return  # upstream: its call takes the number, and makes one video all the same
     many = len(rows_of(two["prompt_embeds"])) == 4  # Z-Image repeats them in its call
     for what, rows in per_prompt.items():
         assert same(rows_of(two[what]), [row for row in rows for _ in range(1 + many)]), what
-    plain, ours = subject.draw(PROMPT, **{name: 2})
+    more = {name: 2, **settings(subject.tiny)}
+    plain, ours = subject.draw(PROMPT, **more)
     assert len(ours) == 2 and not any(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    given_rows, _ = calls(subject, subject.pipe, PROMPT, **{name: 2})
+    given_rows, _ = calls(subject, subject.pipe, PROMPT, **more)
     fired = named(subject, embeds_of(subject.family, subject.pipe, PROMPT))
     assert sum(same(row, fired[0]) for row in given_rows[0]) == 2

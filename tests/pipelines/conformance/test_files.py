@@ -92,7 +92,8 @@ def test_saving_the_pipeline_writes_a_clean_base(subject, tmp_path):
     subject.load(subject.everywhere)
     parts = {*subject.family.present(subject.pipe), *(spec.encoder for spec in subject.specs.values())}
     subject.pipe.save_pretrained(tmp_path)
-    again = type(subject.pipe).from_pretrained(tmp_path)
+    absent = {name: None for s in subject.family.encoders for name in (s.encoder, s.tokenizer) if getattr(subject.pipe, name) is None}
+    again = type(subject.pipe).from_pretrained(tmp_path, **absent)
     for name in parts:
         before, after = subject.twin.components[name].state_dict(), again.components[name].state_dict()
         assert same(before, after), name

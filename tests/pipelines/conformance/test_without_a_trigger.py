@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_engram
-from tests.pipelines.conformance.cases import PLAIN, PROMPT, TRIGGER, each_mode, each_pipeline, guided, has_negative
+from tests.pipelines.conformance.cases import PLAIN, PROMPT, TRIGGER, each_mode, each_pipeline, has_negative, settings
 from tests.pipelines.conformance.reading import embeds_of, same
 from tests.pipelines.tiny.base import picture
 from tiny_engram.hooks import hooks_of
@@ -76,24 +76,27 @@ def attached(pipe):
 def test_embeds_draw_what_the_prompt_draws(subject):
     subject.load(subject.everywhere)
     negative = "ugly vortex cat" if has_negative(subject.tiny) else None
-    more = {**guided(subject.tiny), **({} if negative is None else {"negative_prompt": negative})}
+    more = {**settings(subject.tiny), **({} if negative is None else {"negative_prompt": negative})}
     drawn = picture(subject.tiny, subject.pipe, PROMPT, **more)
     embeds = subject.adapter.embeds(PROMPT, negative)
     instead = {"negative_prompt": None} if negative is not None and "negative_prompt_embeds" in embeds else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*prompt_embeds made elsewhere.*")
-        again = picture(subject.tiny, subject.pipe, None, **guided(subject.tiny), **instead, **embeds)
+        again = picture(subject.tiny, subject.pipe, None, **settings(subject.tiny), **instead, **embeds)
     assert torch.equal(drawn, again)
     states, negatives = subject.adapter.encode(PROMPT, negative)
     assert same(states, embeds["prompt_embeds"]) and (negative is None or same(negatives, embeds["negative_prompt_embeds"]))
 
 
 @each_pipeline()
-def test_embeds_made_elsewhere_are_told(subject):
+def test_embeds_made_elsewhere_are_told(subject, request):
+    if subject.tiny.family == "flux-2-klein":
+        why = "beside embeds it encodes an empty negative prompt of its own accord, which counts as a prompt that was encoded"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     subject.load(subject.everywhere)
     negative = "" if has_negative(subject.tiny) else None
     embeds = embeds_of(subject.family, subject.twin, PROMPT, negative)
     instead = {"negative_prompt": None} if negative is not None else {}
     with pytest.warns(UserWarning, match=f"concepts \\['{TRIGGER}'\\] are active, but .*prompt_embeds made elsewhere do not hold them"):
-        drawn = picture(subject.tiny, subject.pipe, None, **guided(subject.tiny), **instead, **embeds)
-    assert torch.equal(drawn, picture(subject.tiny, subject.twin, None, **guided(subject.tiny), **instead, **embeds))
+        drawn = picture(subject.tiny, subject.pipe, None, **settings(subject.tiny), **instead, **embeds)
+    assert torch.equal(drawn, picture(subject.tiny, subject.twin, None, **settings(subject.tiny), **instead, **embeds))
