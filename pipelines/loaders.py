@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ def _without_bars(*libraries: Any) -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def load_pipeline(model: str | Path | None = None, *, dtype: str = "float32", device: str | None = None) -> Any:
+def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "float32", device: Any = None, **options: Any) -> Any:
     """A diffusers pipeline, ready to run; `model` None means the embedded base.
 
-    dtype: "float32", "float16" or "bfloat16". device None: CUDA if there is one.
+    dtype: float32, float16 or bfloat16, as torch's or by name. device None: CUDA if there is one, unless `device_map` is among the
+    options, which all go to diffusers' `from_pretrained`.
     Raises TinyEngramError: no such model or device, or no embedded base beside this installation.
     """
     import torch
@@ -40,17 +42,23 @@ def load_pipeline(model: str | Path | None = None, *, dtype: str = "float32", de
         model = EMBEDDED_BASE
         if not model.is_dir():
             raise TinyEngramError("this installation carries no embedded base (a checkout does); give one with --model FOLDER_OR_ID")
-    if dtype not in ("float32", "float16", "bfloat16"):
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16"):
         raise TinyEngramError(f"dtype {dtype!r}, expected float32, float16 or bfloat16")
+    placed = options.get("device_map") is not None
+    if placed and device is not None:
+        raise TinyEngramError(f"device {str(device)!r} and device_map {options['device_map']!r} are both given, expected one of them")
     try:
         with _without_bars(diffusers_logging, transformers_logging):
-            pipe = DiffusionPipeline.from_pretrained(str(model), dtype=getattr(torch, dtype))
+            pipe = DiffusionPipeline.from_pretrained(str(model), dtype=getattr(torch, name), **options)
     except Exception as error:  # damaged folders make the loaders raise anything, SafetensorError and AttributeError included
         reason = " ".join(str(error).split())[:200]
         raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({reason}); expected a diffusers folder or hub id") from error
+    if placed:
+        return pipe
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return pipe.to(device)
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise TinyEngramError(f"device {device!r} cannot be used ({reason}); expected cpu, or cuda where there is a GPU") from error
+        raise TinyEngramError(f"device {str(device)!r} cannot be used ({reason}); expected cpu, or cuda where there is a GPU") from error

@@ -25,13 +25,18 @@ FLOORS = {
     "tiny_engram.cli": 6,
     "tiny_engram.table_cli": 6,
     "tiny_engram.facts_cli": 6,
+    "tiny_engram.push_cli": 6,
     "tiny_engram.demo_llm": 6,
     "tiny_engram.demo": 6,
     "tiny_engram.__main__": 6,
 }
 CONCEPTS = 2
 # Only what these folders hold may name these packages at all; elsewhere they would make the library heavy.
-HOMES = {"triton": ("tiny_engram.kernels",), "gradio": ("tiny_engram.studio.ui", "tiny_engram.studio.server")}
+HOMES = {
+    "triton": ("tiny_engram.kernels",),
+    "gradio": ("tiny_engram.studio.ui", "tiny_engram.studio.server"),
+    "huggingface_hub": ("tiny_engram.hub",),
+}
 
 
 def floor_of(module: str) -> int:

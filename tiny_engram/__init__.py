@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tiny_engram.concept import Concept, ConceptFileError
     from tiny_engram.config import ConceptConfig
     from tiny_engram.errors import TinyEngramError
+    from tiny_engram.pipelines.engram_pipeline import EngramPipeline
+    from tiny_engram.sharing import push_to_hub, save_pretrained
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ __all__ = [
     "ConceptConfig",
     "ConceptFileError",
     "EngramAdapter",
+    "EngramPipeline",
     "TinyEngramError",
     "__version__",
     "attach",
@@ -47,7 +50,9 @@ __all__ = [
     "get_adapter",
     "get_list_concepts",
     "load_concept",
+    "push_to_hub",
     "register",
+    "save_pretrained",
     "set_concepts",
     "set_strength",
     "unload_concept",
@@ -57,7 +62,10 @@ _HOMES = {
     "Concept": "concept",
     "ConceptConfig": "config",
     "ConceptFileError": "concept",
+    "EngramPipeline": "pipelines.engram_pipeline",
     "TinyEngramError": "errors",
+    "push_to_hub": "sharing",
+    "save_pretrained": "sharing",
 }
 
 

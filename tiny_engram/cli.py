@@ -1,4 +1,4 @@
-"""The command line: `tiny-engram app | train | generate | explain | inspect | list | demo | table | facts | train-lm | demo-llm`.
+"""The command line: `tiny-engram app | train | generate | explain | inspect | list | push | demo | table | facts | train-lm | demo-llm`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -21,6 +21,7 @@ from tiny_engram.files import check_writable
 from tiny_engram.interrupts import Terminated, terminable
 from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
+from tiny_engram.push_cli import add_push_options, run_push
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
@@ -97,7 +98,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_concepts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--concept", action="append", default=[], metavar="FILE[=STRENGTH]", help="a concept file; may be repeated")
+    parser.add_argument(
+        "--concept",
+        action="append",
+        default=[],
+        metavar="CONCEPT[=STRENGTH]",
+        help="a concept file, a folder with one, a Hub id user/repo, or hf://user/repo[@revision]/file.safetensors; may be repeated",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,12 +139,14 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true")
 
     inspect = verbs.add_parser("inspect", help="what a concept file holds")
-    inspect.add_argument("file", type=Path)
+    inspect.add_argument("file", help="a concept file, a folder with one, or a Hub id")
     inspect.add_argument("--json", action="store_true")
 
     listing = verbs.add_parser("list", help="the concept files of a folder, not of those in it")
     listing.add_argument("folder", type=Path, nargs="?", default=Path("."))
     listing.add_argument("--json", action="store_true")
+
+    add_push_options(verbs.add_parser("push", help="share concepts as a repo of the Hugging Face Hub, with a model card"))
 
     demo = verbs.add_parser("demo", help="teach the embedded base a subject from five example pictures")
     demo.add_argument("--out", type=Path, default=Path("out/demo"))
@@ -157,14 +166,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
     from tiny_engram.adapter import attach
-    from tiny_engram.concept import Concept
     from tiny_engram.pipelines.loaders import load_pipeline
+    from tiny_engram.sources import load_source
 
     wanted = []
     for item in args.concept:
         path, _, strength = item.rpartition("=") if "=" in item and not Path(item).exists() else (item, "", "1")
         try:
-            wanted.append((Concept.load(path), float(strength)))
+            wanted.append((load_source(path), float(strength)))
         except ValueError as error:
             if isinstance(error, TinyEngramError):
                 raise
@@ -268,7 +277,9 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    about = _summary(args.file)
+    from tiny_engram.sources import source_file
+
+    about = _summary(source_file(args.file)[0])
     if args.json:
         print(json.dumps(about, indent=1))
         return 0
@@ -337,6 +348,7 @@ VERBS = {
     "explain": _explain,
     "inspect": _inspect,
     "list": _list,
+    "push": run_push,
     "demo": _demo,
     "table": run_table_verb,
     "facts": run_facts_verb,

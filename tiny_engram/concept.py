@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -19,6 +19,10 @@ from tiny_engram.concept_rows import MapFactors, MountRows, RoleRows, untrained_
 from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.triggers import CompiledTrigger
+
+if TYPE_CHECKING:
+    from tiny_engram.hub import CommitInfo
+    from tiny_engram.sharing import ShareOptions
 
 __all__ = ["Concept", "ConceptFileError", "MapFactors", "MountRows", "RoleRows"]
 
@@ -169,6 +173,18 @@ class Concept:
         version = format_of(self.config, self.roles)
         tensors = {name: tensor for role, place in self.roles.items() for name, tensor in tensors_of(role, place, version).items()}
         return concept_file.write(Path(path), tensors, self.metadata)
+
+    def save_pretrained(self, folder: str | Path, **options: "Unpack[ShareOptions]") -> Path:
+        """Write the file, a model card and a gallery into a folder: `tiny_engram.save_pretrained` of this concept."""
+        from tiny_engram import sharing
+
+        return sharing.save_pretrained(self, folder, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> "CommitInfo":
+        """Write the same to a repo of the Hub: `tiny_engram.push_to_hub` of this concept, with its options."""
+        from tiny_engram import sharing
+
+        return sharing.push_to_hub(self, repo_id, **options)
 
     @classmethod
     def load(cls, path: str | Path) -> "Concept":

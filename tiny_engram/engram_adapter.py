@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -27,6 +27,7 @@ from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport
 from tiny_engram.residual import Spans
 from tiny_engram.role_mounts import asked_of, mounts_at
+from tiny_engram.sources import Source, SourceOptions, load_source
 from tiny_engram.store import Plan, checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 from tiny_engram.watch import DenoiserWatch
@@ -158,31 +159,33 @@ class EngramAdapter:
 
     def load_concept(
         self,
-        source: Concept | str | Path,
+        source: Source,
         name: str | None = None,
         strength: float = 1.0,
         *,
         rename: bool = False,
         trigger: str | None = None,
+        **options: Unpack[SourceOptions],
     ) -> str:
         """Load one concept and switch it on; returns the name it goes by.
 
         Args:
-            source: a Concept, or the path of a concept file.
+            source: a Concept; a concept file; a folder that holds one; or a Hub id "user/repo" (a path that exists comes first).
             name: the name here; None takes the file's.
             strength: factor of the residual; 0 is bit-identical to the base.
             rename: take "name-2" and so on if the name is taken, instead of raising.
             trigger: fire on this text instead of the file's; it must take as many tokens.
+            options: weight_name, subfolder, revision, token, cache_dir, local_files_only, force_download: see SourceOptions.
 
         Raises:
-            TinyEngramError: made for another tokenizer, width, set of encoders or denoiser; name or trigger taken; nothing is
-                loaded then.
+            TinyEngramError: not there or not open to us; made for another tokenizer, width, set of encoders or denoiser; name or
+                trigger taken; nothing is loaded then.
         """
         if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):
             raise TinyEngramError(
                 "this adapter was detached, so its concepts would not reach the pipeline; call tiny_engram.attach(pipe) and load them there"
             )
-        concept = source if isinstance(source, Concept) else Concept.load(source)
+        concept = load_source(source, **options)
         strength = checked_strength(strength)
         name = self._loaded.free_name(name or concept.name, rename)
         layouts = {role: at.layout for role, at in self.contexts.items()}

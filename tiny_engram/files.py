@@ -1,13 +1,17 @@
-"""Files that are there whole or not at all. Imports errors."""
+"""Files that are there whole or not at all, and names that every system takes. Imports errors."""
 
 import contextlib
 import os
 import tempfile
+import unicodedata
 from pathlib import Path
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["check_writable", "sync_folder", "write_atomically"]
+__all__ = ["check_writable", "file_name_of", "sync_folder", "write_atomically"]
+
+# What Windows takes for a device, whatever its ending.
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{name}{k}" for name in ("com", "lpt") for k in range(10))}
 
 
 def write_atomically(path: Path, blob: bytes) -> Path:
@@ -53,3 +57,13 @@ def check_writable(folder: Path) -> None:
         os.unlink(probe)
     except OSError as error:
         raise TinyEngramError(f"{folder}: cannot write there ({error.strerror or error}); choose another folder") from error
+
+
+def file_name_of(name: str) -> str:
+    """A file name that every system takes: letters and digits of any script, "-" and "_", at most 60 characters, and .safetensors."""
+    plain = unicodedata.normalize("NFC", name)
+    joined = "-".join("".join(c if c.isalnum() or c in "-_" else " " for c in plain).split()).strip("-_")
+    while len(joined) > 60 or len(joined.encode()) > 180:
+        joined = joined[:-1]
+    joined = joined.strip("-_") or "concept"
+    return (f"{joined}-concept" if joined.lower() in _DEVICES else joined) + ".safetensors"

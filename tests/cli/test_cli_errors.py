@@ -68,7 +68,7 @@ def test_bad_concept_files(refused, tiny, adapter, concept_file, tmp_path):
         refused(rf"{name}\.safetensors: ", "inspect", f"{name}.safetensors", "--json")
         refused(rf"{name}\.safetensors: ", "explain", "--concept", f"{name}.safetensors", "a zqx")
     refused(r"nowhere\.safetensors: does not exist", "generate", "--concept", "nowhere.safetensors", "--prompt", "a zqx")
-    refused("is a folder, expected a concept file", "inspect", tmp_path)
+    refused(r"holds 7 files to choose from \(cut.safetensors, .*\); name one", "inspect", tmp_path)
     refused("nowhere: no such folder", "list", "nowhere")
     refused(r"a b\.safetensors: does not exist", "inspect", "a\nb.safetensors")  # one line, whatever is in the name
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tiny_engram.model_card import front_matter
+
 from .config import LMTrainConfig
 from .texts import counted
 from .validation import Measured
@@ -26,11 +28,18 @@ def model_card(
         sizes: "rows" and "bytes" of all tables, "dense" parameters beside them.
     """
     hub = base if base and not Path(base).exists() else None
-    head = ["---", "library_name: tiny-engram", "pipeline_tag: text-generation", "tags: [engram, adapter]"]
-    head += [f"base_model: {json.dumps(hub)}", "base_model_relation: adapter"] if hub else []
+    head = front_matter(
+        {
+            "library_name": "tiny-engram",
+            "pipeline_tag": "text-generation",
+            "tags": ["engram", "adapter"],
+            "base_model": hub,
+            "base_model_relation": "adapter" if hub else None,
+        }
+    )
     name = hub or (Path(base).name if base else "BASE_MODEL")
     first, last = (measured[0], measured[-1]) if measured else (None, None)
-    lines = [*head, "---", "", f"# Engram layers for {name if base else 'a base model without a name'}", ""]
+    lines = [head, f"# Engram layers for {name if base else 'a base model without a name'}", ""]
     lines += [
         f"Tables read by n-grams of up to {config.max_ngram} tokens in front of layers {', '.join(map(str, config.layers))}"
         f" (Engram, arXiv 2601.07372, form {config.form}): {sizes['rows']:,} rows of {config.head_dim} values, {sizes['bytes']:,} bytes"

@@ -17,7 +17,7 @@ from typing import Any
 
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.files import sync_folder
+from tiny_engram.files import file_name_of, sync_folder
 from tiny_engram.studio import respelling
 from tiny_engram.studio.cards import (
     MOST_ALIASES,
@@ -41,8 +41,6 @@ SUFFIX = ".safetensors"
 MOST_IMPORT = MOST_FILE
 MOST_TRASH = 20
 MOST_DRAFTS = 500
-# What Windows takes for a device, whatever its ending.
-_DEVICES = {"con", "prn", "aux", "nul", *(f"{name}{k}" for name in ("com", "lpt") for k in range(10))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +61,6 @@ class _Known:
     stamp: tuple[int, int]
     card: Card
     content: str | None
-
-
-def file_name_of(name: str) -> str:
-    """A file name that every system takes: letters and digits of any script, "-" and "_", at most 60 characters, and the ending."""
-    plain = unicodedata.normalize("NFC", name)
-    joined = "-".join("".join(c if c.isalnum() or c in "-_" else " " for c in plain).split()).strip("-_")
-    while len(joined) > 60 or len(joined.encode()) > 180:
-        joined = joined[:-1]
-    joined = joined.strip("-_") or "concept"
-    return (f"{joined}-concept" if joined.lower() in _DEVICES else joined) + SUFFIX
 
 
 class Library:
