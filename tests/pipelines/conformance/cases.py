@@ -1,6 +1,6 @@
 """What the promises are tried on: every tiny pipeline, the family that it belongs to, its modes, and facts about its class."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from inspect import signature
 from typing import Any
 
@@ -101,19 +101,14 @@ TEMPLATE_WORDS = {
 }
 
 
-def _param(tiny: TinyPipeline, *values: Any, id: str | None = None) -> Any:
-    marks = () if tiny.name in DEFAULT else (pytest.mark.families,)
+def _param(tiny: TinyPipeline, *values: Any, id: str | None = None, default: Collection[str] = DEFAULT) -> Any:
+    marks = () if tiny.name in default else (pytest.mark.families,)
     return pytest.param(tiny, *values, marks=marks, id=id or tiny.name)
 
 
-def cases(chosen: Iterable[TinyPipeline] = PIPELINES) -> list[Any]:
-    """Parameters for a test over pipelines: those outside the default ones carry the marker `families`."""
-    return [_param(tiny) for tiny in chosen]
-
-
-def each_pipeline(when: Callable[[TinyPipeline], bool] = lambda tiny: True) -> Any:
-    """Over every tiny pipeline, or those that something is true of: the fixture `tiny_case`."""
-    return pytest.mark.parametrize("tiny_case", cases(t for t in PIPELINES if when(t)), indirect=True)
+def each_pipeline(when: Callable[[TinyPipeline], bool] = lambda tiny: True, default: Collection[str] = DEFAULT) -> Any:
+    """Over every tiny pipeline, or those that something is true of: the fixture `tiny_case`. Others than `default` are marked `families`."""
+    return pytest.mark.parametrize("tiny_case", [_param(t, default=default) for t in PIPELINES if when(t)], indirect=True)
 
 
 def each_mode(when: Callable[[TinyPipeline], bool] = lambda tiny: True, modes: Iterable[str] = tuple(MODES)) -> Any:

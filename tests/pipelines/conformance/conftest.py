@@ -88,11 +88,15 @@ def subject(tiny_case: TinyPipeline, _last: dict[str, Subject]) -> Iterator[Subj
     _last[tiny_case.name] = one  # not after a failure: the next test gets a new one
 
 
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of one pipeline one behind the other, so that it is built once and only one is held."""
-    mine = [k for k, item in enumerate(items) if "tiny_case" in getattr(getattr(item, "callspec", None), "params", {})]
+    mine = [k for k, item in enumerate(items) if "tiny_case" in _params(item)]
     order = {tiny.name: k for k, tiny in enumerate(PIPELINES)}
-    ordered = sorted((items[k] for k in mine), key=lambda item: order[item.callspec.params["tiny_case"].name])
+    ordered = sorted((items[k] for k in mine), key=lambda item: order[_params(item)["tiny_case"].name])
     for k, item in zip(mine, ordered, strict=True):
         items[k] = item
 
@@ -113,7 +117,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
     report = yield
-    params = getattr(getattr(item, "callspec", None), "params", {})
+    params = _params(item)
     tiny = params.get("tiny_case")
     if tiny is not None and (report.when == "call" or not report.passed):
         result = "failed" if report.failed else getattr(report, "wasxfail", "") or "passed"
@@ -135,6 +139,7 @@ def _record(results: list[dict[str, str]]) -> dict[str, Any]:
         {
             "pipeline": tiny.name,
             "family": family_named(tiny).name,
+            "classes": list(family_named(tiny).pipelines),
             "roles": [spec.role + (" (pooled)" if spec.pooled else "") for spec in family_named(tiny).encoders],
             "refuses": dict(family_named(tiny).refuses),
             "real_tokenizer": tiny.real_tokenizer,

@@ -53,7 +53,8 @@ def heard(family: Family, pipe: Any) -> Iterator[dict[str, list[list[int]]]]:
 
     def listen(role: str) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.setdefault(role, []).extend(kwargs.get("input_ids", args[0] if args else None).tolist())
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            found.setdefault(role, []).extend(ids.tolist())
 
         return hook
 

@@ -30,7 +30,7 @@ def compile_encoders(subject: Any, pipe: Any) -> None:
         getattr(pipe, spec.encoder).compile(backend="eager")
 
 
-@each_pipeline(quick)
+@each_pipeline(quick, default=("stable-diffusion-1",))
 def test_a_compiled_encoder_follows_swaps(subject, own):
     adapter = tiny_engram.attach(own)
     compile_encoders(subject, own)
@@ -56,7 +56,7 @@ def test_a_compiled_encoder_follows_swaps(subject, own):
     assert same(plain, embeds_of(subject.family, own, PROMPT))
 
 
-@each_pipeline(quick)
+@each_pipeline(quick, default=("stable-diffusion-1",))
 def test_a_wrapped_encoder_is_told(subject, own):
     """`torch.compile(encoder)` is another object than the encoder: concepts reach it, or the pipeline says that they do not."""
     adapter = tiny_engram.attach(own)
@@ -72,7 +72,7 @@ def test_a_wrapped_encoder_is_told(subject, own):
         assert torch.equal(expected, drawn)
 
 
-@each_pipeline(quick)
+@each_pipeline(quick, default=("stable-diffusion-1",))
 def test_a_compiled_denoiser_follows_swaps(subject, own):
     adapter = tiny_engram.attach(own)
     for name, denoiser in subject.family.present(own).items():

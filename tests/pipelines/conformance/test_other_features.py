@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 import tiny_engram
-from tests.pipelines.conformance.cases import PLAIN, PROMPT, each_mode, each_pipeline, family_named, has_lora, has_textual_inversion
+from tests.pipelines.conformance.cases import PLAIN, PROMPT, each_pipeline, family_named, has_lora, has_textual_inversion
 from tests.pipelines.conformance.reading import embeds_of, moved, same, states_of
 from tests.pipelines.tiny.base import TinyPipeline, picture
 from tiny_engram.hooks import MountError
@@ -68,9 +69,10 @@ def test_lora_before_and_after(subject, own, tmp_path):
     assert torch.equal(picture(subject.tiny, bare, PROMPT), picture(subject.tiny, own, PROMPT))
 
 
-@each_mode(has_textual_inversion)
-def test_textual_inversion_before_and_after(subject, mode, own):
-    made, bare = subject.concept(mode), subject.tiny.build()
+@each_pipeline(has_textual_inversion)
+@pytest.mark.parametrize("place", ["output", "embeddings"])
+def test_textual_inversion_before_and_after(subject, place, own):
+    made, bare = subject.concept(subject.everywhere if place == "output" else "input"), subject.tiny.build()
     adapter = tiny_engram.attach(own)
     adapter.load_concept(made)
     width = own.text_encoder.get_input_embeddings().weight.shape[1]
