@@ -107,7 +107,7 @@ def _param(tiny: TinyPipeline, *values: Any, id: str | None = None, default: Col
 
 
 def each_pipeline(when: Callable[[TinyPipeline], bool] = lambda tiny: True, default: Collection[str] = DEFAULT) -> Any:
-    """Over every tiny pipeline, or those that something is true of: the fixture `tiny_case`. Others than `default` are marked `families`."""
+    """Over every tiny pipeline, or those that something is true of: the fixture `tiny_case`. All but `default` are marked `families`."""
     return pytest.mark.parametrize("tiny_case", [_param(t, default=default) for t in PIPELINES if when(t)], indirect=True)
 
 
