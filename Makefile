@@ -38,6 +38,7 @@ test-gpu: .venv/test.stamp
 test-families: .venv/test.stamp
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest tests/pipelines/conformance -m 'families or not families' \
 		--families-json benchmarks/results/families-conformance.json
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest --ignore tests/pipelines/conformance -m families
 	$(BIN)/python -m benchmarks.families table
 
 lint: .venv/test.stamp
