@@ -25,7 +25,8 @@ PIPELINES = (
 DEFAULT = ("stable-diffusion-1", "stable-diffusion-xl", "stable-diffusion-3", "flux:dev", "pixart:sigma", "wan:2.1")
 # Tiny pipelines are named in short.
 NAMES = {"stable-diffusion-2": "stable-diffusion-1", "flux": "flux-1", "hunyuandit": "hunyuan-dit", "ltx": "ltx-video"}
-# Mounts that a concept has in each mode. A pooled vector is beside states of another encoder, which a concept always has rows for.
+# Mounts that a concept has in each mode; one that is added here is tried by every check over modes. A pooled vector is beside states of
+# another encoder, which a concept always has rows for.
 MODES = {
     "span": ("span",),
     "input": ("input",),

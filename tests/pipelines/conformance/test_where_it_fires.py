@@ -1,5 +1,6 @@
 """What the denoiser is given moves where the trigger stands, and only there; and the denoiser reads it."""
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -119,8 +120,6 @@ def test_a_trigger_in_one_of_several_prompts_reaches_its_role_alone(subject):
 
 
 def takes_it(subject: Any, name: str) -> bool:
-    from inspect import signature
-
     return name in signature(type(subject.pipe).encode_prompt).parameters
 
 
