@@ -62,6 +62,7 @@ def sana(denoiser: Any, role: str) -> tuple[Attention, ...]:
 
 
 def wan(denoiser: Any, role: str) -> tuple[Attention, ...]:
+    """No mask: what lies behind the text is zeros, projected."""
     return _across(denoiser.blocks, feed="ffn")
 
 

@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiny_engram.pipelines.attentions import auraflow, flux, hunyuan_dit, joint_blocks, masked_across_transformer_blocks
-from tiny_engram.pipelines.family import EncoderSpec, Family
+from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family
 from tiny_engram.pipelines.texts import preprocessed, sequence_window
 
 __all__ = ["AURAFLOW", "CHROMA", "FLUX", "HUNYUAN_DIT", "PIXART", "STABLE_DIFFUSION_3"]
 
 CLIP_LENGTH = 77
-MASKED = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+# What HunyuanDiT reads of its two encoders.
+BERT_LENGTH, T5_LENGTH = 77, 256
+HUNYUAN_RETURNS = ("prompt_embeds", "negative_prompt_embeds", "prompt_attention_mask", "negative_prompt_attention_mask")
 
 
 def two_clips_and_t5(pipe: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def bert_and_t5(pipe: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
 def encode_twice(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | None, images: int) -> dict[str, Any]:
     """HunyuanDiT: `encode_prompt` once for each encoder."""
     found: dict[str, Any] = {}
-    for number, (length, suffix) in enumerate(((CLIP_LENGTH, ""), (256, "_2"))):
+    for number, (length, suffix) in enumerate(((BERT_LENGTH, ""), (T5_LENGTH, "_2"))):
         given = pipe.encode_prompt(
             list(prompts),
             device=pipe._execution_device,
@@ -65,8 +67,6 @@ def pixart_prediction(pipe: Any, noisy: Any, timesteps: Any, states: Any, mask: 
         return_dict=False,
     )[0]
 
-
-HUNYUAN_RETURNS = ("prompt_embeds", "negative_prompt_embeds", "prompt_attention_mask", "negative_prompt_attention_mask")
 
 STABLE_DIFFUSION_3 = Family(
     name="stable-diffusion-3",
@@ -135,7 +135,7 @@ PIXART = Family(
     name="pixart",
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline", "PixArtSigmaPAGPipeline"),
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, masked=True, window=sequence_window),),
-    returns=MASKED,
+    returns=WITH_MASKS,
     attentions=masked_across_transformer_blocks,
     # bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all
     call={"use_resolution_binning": False},
@@ -146,7 +146,7 @@ AURAFLOW = Family(
     name="auraflow",
     pipelines=("AuraFlowPipeline",),
     encoders=(EncoderSpec("umt5", "text_encoder", "tokenizer", window=sequence_window),),
-    returns=MASKED,
+    returns=WITH_MASKS,
     per_timestep=lambda timestep, total: timestep * total,
     attentions=auraflow,
 )
@@ -155,8 +155,8 @@ HUNYUAN_DIT = Family(
     name="hunyuan-dit",
     pipelines=("HunyuanDiTPipeline", "HunyuanDiTControlNetPipeline", "HunyuanDiTPAGPipeline"),
     encoders=(
-        EncoderSpec("bert", "text_encoder", "tokenizer", window=lambda pipe: CLIP_LENGTH),
-        EncoderSpec("t5", "text_encoder_2", "tokenizer_2", window=lambda pipe: 256, offset=CLIP_LENGTH),
+        EncoderSpec("bert", "text_encoder", "tokenizer", window=lambda pipe: BERT_LENGTH),
+        EncoderSpec("t5", "text_encoder_2", "tokenizer_2", window=lambda pipe: T5_LENGTH, offset=BERT_LENGTH),
     ),
     returns=HUNYUAN_RETURNS,
     consumed=bert_and_t5,

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 __all__ = [
+    "WITH_MASKS",
     "Attention",
     "EncoderSpec",
     "Family",
@@ -22,6 +23,8 @@ __all__ = [
 
 # Of these some pipelines demand an answer; None means the first prompt.
 SECOND_PROMPTS = ("prompt_2", "prompt_3")
+# `Family.returns` of pipelines that give each prompt's mask behind its states.
+WITH_MASKS = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
 
 
 def text_as_given(pipe: Any, text: str) -> str:

@@ -1,31 +1,28 @@
 """Image pipelines whose prompt a language model reads: Sana, Lumina 2, Qwen-Image, Z-Image and FLUX.2."""
 
 from tiny_engram.pipelines.attentions import joint_blocks, lumina, sana, z_image
-from tiny_engram.pipelines.family import EncoderSpec, Family
+from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family
 from tiny_engram.pipelines.texts import behind_system_message, chat_window, preprocessed, sequence_window, window_behind
 
 __all__ = ["FLUX_2", "FLUX_2_KLEIN", "LUMINA_2", "QWEN_IMAGE", "SANA", "Z_IMAGE"]
-
-MASKED = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-
 
 SANA = Family(
     name="sana",
     pipelines=("SanaPipeline", "SanaPAGPipeline", "SanaControlNetPipeline"),
     encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, window=sequence_window),),
-    returns=MASKED,
+    returns=WITH_MASKS,
     attentions=sana,
 )
 
 LUMINA_2 = Family(
     name="lumina-2",
-    pipelines=("Lumina2Pipeline", "Lumina2Text2ImgPipeline"),
+    pipelines=("Lumina2Pipeline"),
     encoders=(
         EncoderSpec(
             "llm", "text_encoder", "tokenizer", reads=-2, window=window_behind(lambda pipe: f"{pipe.system_prompt} <Prompt Start> ")
         ),
     ),
-    returns=MASKED,
+    returns=WITH_MASKS,
     probe_length=None,
     per_timestep=lambda timestep, total: (1 - timestep) * total,
     attentions=lumina,

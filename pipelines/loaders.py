@@ -30,13 +30,17 @@ def _without_bars(*libraries: Any) -> Iterator[None]:
 
 
 def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "float32", device: Any = None, **options: Any) -> Any:
-    """A diffusers pipeline, ready to run; `model` None means the embedded base, "emoji-sd".
+    """A diffusers pipeline, ready to run.
 
-    model: a folder, a hub id, or the name of an embedded base, "emoji-sd" or "emoji-pixart"; a folder of that name comes first.
+    Args:
+        model: a folder, a Hub id, or the name of an embedded base, "emoji-sd" or "emoji-pixart", before which a folder of that name
+            comes; None for "emoji-sd".
+        dtype: float32, float16 or bfloat16, as torch's or by name.
+        device: None is CUDA if there is one, unless a `device_map` is given.
+        options: all go to diffusers' `from_pretrained`.
 
-    dtype: float32, float16 or bfloat16, as torch's or by name. device None: CUDA if there is one, unless `device_map` is among the
-    options, which all go to diffusers' `from_pretrained`.
-    Raises TinyEngramError: no such model or device, or no embedded base beside this installation.
+    Raises:
+        TinyEngramError: no such model, dtype or device, or no embedded base beside this installation.
     """
     import torch
     from diffusers import DiffusionPipeline

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiny_engram.pipelines.attentions import cogvideox, hunyuan_video, masked_across_transformer_blocks, wan
-from tiny_engram.pipelines.family import EncoderSpec, Family
+from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family
 from tiny_engram.pipelines.texts import cleaned_by_module, cropped_window, sequence_window
 
 __all__ = ["COGVIDEOX", "HUNYUAN_VIDEO", "LTX", "WAN"]
@@ -28,7 +28,7 @@ LTX = Family(
     name="ltx-video",
     pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
-    returns=("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"),
+    returns=WITH_MASKS,
     attentions=masked_across_transformer_blocks,
 )
 

@@ -109,8 +109,8 @@ class ConceptCard:
         if not taught:
             return ["<Gallery />", ""]
         which = "Small pictures are" if len(taught) > 1 else "The small picture is"
-        return ["<Gallery />", "", f"{which} from the pictures that were taught; the base drew the others." if len(taught) <
-                len(self.gallery) else f"{which} from the pictures that were taught, not drawn.", ""]  # fmt: skip
+        others = "; the base drew the others." if len(taught) < len(self.gallery) else ", not drawn."
+        return ["<Gallery />", "", f"{which} from the pictures that were taught{others}", ""]
 
     def _words(self) -> list[str]:
         one = len(self.entries) == 1

@@ -25,7 +25,6 @@ MOST_WIDTH = 65_536
 # What readers of format 1 do not know.
 NEW_FIELDS = ("share", "bands", "attention_rank", "feedforward_rank")
 MOUNT_PARTS = tuple(f.name for f in fields(MountRows) if f.name != "rho")
-MAP_PARTS = tuple(f.name for f in fields(MapFactors))
 
 
 def _is_first_format(mount: str) -> bool:

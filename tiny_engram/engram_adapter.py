@@ -54,7 +54,7 @@ class EngramAdapter(Scheduling):
 
     Attributes:
         mounts: role -> EncoderMounts, one for each text encoder.
-        contexts: role -> ContextMounts, what the denoiser's cross-attentions read of each encoder.
+        contexts: role -> ContextMounts, what the denoiser's attentions read of each encoder.
         absent: roles of the family that this pipeline has no encoder for, by design.
     """
 
@@ -124,7 +124,7 @@ class EngramAdapter(Scheduling):
         self._schedules.detach()
 
     def _readers(self) -> list[Any]:
-        """All modules of the pipeline that are given text states: its denoisers, and a control net."""
+        """All modules of the pipeline that are given text states: its denoisers, and a ControlNet."""
         pipe = self._pipe()
         return [] if pipe is None else [*self.family.present(pipe).values(), getattr(pipe, "controlnet", None)]
 

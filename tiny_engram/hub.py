@@ -70,6 +70,7 @@ class Place:
 
     @property
     def offline(self) -> bool:
+        """Is the cache all that may be read?"""
         return self.local_files_only or constants.is_offline_mode()
 
 

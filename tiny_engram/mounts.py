@@ -130,11 +130,13 @@ class EncoderMounts(HookSet):
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
+        """Put the hooks in place: around the encoder, and at its token embeddings."""
         super().attach()
         if INPUT in self.store.mounts:
             self._follow_embeddings()  # from the start, so that an encoder compiled later has them in its graphs
 
     def detach(self) -> None:
+        """Take all hooks out, those at the encoder's layers too."""
         super().detach()
         self._deep.detach()
         for hook in self._embeddings:

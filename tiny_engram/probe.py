@@ -4,7 +4,7 @@ May import the layers below adapter.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
     Raises:
         MountError: the consumed states do not move at the span, or move elsewhere; names the roles.
     """
-
     shorter = {} if family.probe_length is None else {"max_sequence_length": family.probe_length}
     if any(_costly(mount.module) for mount in mounts.values()):
         with _aside(mounts), _learning_templates(mounts, stop=True):
@@ -59,12 +58,12 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
             with _probing(mount, compiled[role], at) as fired:
                 moved = states()[role]
             dead += _differs(role, plain[role], moved, fired, at, mount.templates.longest)
-        inputs = {role: _probing(mount, compiled[role], INPUT) for role, mount in mounts.items() if INPUT in mount.store.mounts}
-        fired = {role: one.__enter__() for role, one in inputs.items()}
-        moved = states()
-        for role, one in inputs.items():
-            one.__exit__(None, None, None)
-            dead += _differs(role, plain[role], moved[role], fired[role], INPUT, mounts[role].templates.longest)
+        inputs = {role: mount for role, mount in mounts.items() if INPUT in mount.store.mounts}
+        with ExitStack() as stack:
+            fired = {role: stack.enter_context(_probing(mount, compiled[role], INPUT)) for role, mount in inputs.items()}
+            moved = states()
+        for role, mount in inputs.items():
+            dead += _differs(role, plain[role], moved[role], fired[role], INPUT, mount.templates.longest)
     if dead:
         raise MountError(
             f"what {type(pipe).__name__} consumes does not follow the concepts at: {'; '.join(dead)}; "

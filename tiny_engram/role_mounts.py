@@ -72,12 +72,16 @@ def maps_at(attentions: Sequence[Any]) -> dict[str, int]:
 
 
 def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHooks) -> tuple[EncoderMounts, ContextMounts]:
-    """The span mount and the context mounts of one of the family's encoders, with an empty store; no hook is registered yet.
+    """What is hooked at one of the family's encoders, and its context mounts, with an empty store; no hook is registered yet.
 
     Args:
         spec: the `EncoderSpec`, whose encoder the pipeline has.
         owner: who the hooks belong to.
         hooks: of the pipeline's denoisers, for all roles.
+
+    Raises:
+        TinyEngramError: no fast tokenizer.
+        MountError: attentions of a block that read different widths.
     """
     encoder, tokenizer = getattr(pipe, spec.encoder), tokenizer_of(pipe, spec)
     edges, compressed = vocabulary_of(tokenizer)

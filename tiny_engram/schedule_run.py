@@ -51,7 +51,7 @@ class EngramSchedule:
 
 
 class ScheduleRun(HookSet):
-    """Hooks on all denoisers and the control net of a pipeline, in place while a concept has a schedule with more than one factor.
+    """Hooks on all denoisers and the ControlNet of a pipeline, in place while a concept has a schedule with more than one factor.
 
     Args:
         pipe: gives the pipeline, or None once it is gone.
@@ -227,7 +227,7 @@ class ScheduleRun(HookSet):
         self._apply(self._share)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A denoiser or a control net is called."""
+        """A denoiser or a ControlNet is called."""
         pipe = self._pipe()
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         if pipe is not None and timesteps is not self._timesteps:  # each run makes new ones: an earlier one may have been broken off

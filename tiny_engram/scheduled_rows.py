@@ -1,7 +1,7 @@
 """The text states of a run's prompts at other strengths, and how they are put in the place of those that a denoiser is given.
 
 Rows are known by their content, never by their place: between encoder and denoiser a pipeline stacks, repeats and casts them, each in its
-own way. Imports torch.
+own way. Imports torch and encoded.
 """
 
 import hashlib
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from tiny_engram.encoded import ROUNDINGS
+
 __all__ = ["ScheduledRows"]
 
 # The strengths of the concepts that matter, in their order.
 Key = tuple[float, ...]
-ROUNDINGS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)

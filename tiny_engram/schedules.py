@@ -47,12 +47,15 @@ class Schedule:
 
     @classmethod
     def of(cls, points: Any, interpolation: str = CONSTANT) -> "Schedule":
-        """A schedule of points of any kind; a schedule stays as it is."""
+        """A schedule of points of any kind; a schedule stays as it is. Raises TinyEngramError as the class does."""
         return points if isinstance(points, Schedule) else cls(points, interpolation)
 
     @classmethod
     def between(cls, start: float = 0.0, end: float = 1.0) -> "Schedule":
-        """Factor 1 while at least `start` and less than `end` of the steps are done, 0 before and after."""
+        """Factor 1 while at least `start` and less than `end` of the steps are done, 0 before and after.
+
+        Raises TinyEngramError: not 0 <= start < end <= 1.
+        """
         first, last = _number(start, "start"), _number(end, "end")
         if not 0.0 <= first < last <= 1.0:
             raise TinyEngramError(f"start is {first:g} and end {last:g}, expected shares of the steps with 0 <= start < end <= 1")
@@ -61,7 +64,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """A schedule as a command line writes it: "0:1,0.5:0", "linear,0:1,1:0", or "0.1..0.4" for `between`."""
+        """A schedule as a command line writes it: "0:1,0.5:0", "linear,0:1,1:0", or "0.1..0.4" for `between`.
+
+        Raises TinyEngramError: a text of another form, or points that make no sense.
+        """
         try:
             start, dots, end = text.partition("..")
             if dots:

@@ -1,4 +1,4 @@
-"""Concepts as others take them: a folder or a repo of files, a model card and a gallery. Imports concept, concept_card; hub to push.
+"""Concepts as others take them: a folder or a repo of files, a model card and a gallery. Imports concept, concept_card, files; hub to push.
 
 A folder is written whole before anything goes to the Hub, and goes up in one commit. A card that somebody edited is kept.
 """

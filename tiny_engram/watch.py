@@ -1,5 +1,5 @@
-"""Watches the denoisers: were the prompts of this run really encoded with the concepts? May import contexts, denoiser_call, encoded, hooks
-and mounts."""
+"""Watches the denoisers: were the prompts of this run really encoded with the concepts? May import contexts, denoiser_call, encoded, hooks,
+mounts and probe."""
 
 import time
 import warnings

@@ -70,9 +70,7 @@ def _captions_of(task) -> list[str]:
 def captions_for(layout: Layout, names: list[str], vocabulary: list[str], *, seed: int, workers: int) -> list[str]:
     columns = [t.numpy() for t in (layout.style, layout.colour, layout.left, layout.right)]
     size = 20_000
-    tasks = [
-        (seed + start, *(c[start : start + size] for c in columns), names, vocabulary) for start in range(0, len(layout), size)
-    ]
+    tasks = [(seed + start, *(c[start : start + size] for c in columns), names, vocabulary) for start in range(0, len(layout), size)]
     if workers <= 1:
         return [text for task in tasks for text in _captions_of(task)]
     with ProcessPoolExecutor(workers) as pool:

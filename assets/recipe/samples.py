@@ -50,9 +50,7 @@ def main() -> None:
     rows = []
     for seed in SEEDS:
         generators = [torch.Generator("cpu").manual_seed(seed) for _ in PROMPTS]
-        images = pipe(
-            list(PROMPTS), num_inference_steps=25, guidance_scale=4.0, generator=generators, output_type="np", **base.call
-        ).images
+        images = pipe(list(PROMPTS), num_inference_steps=25, guidance_scale=4.0, generator=generators, output_type="np", **base.call).images
         rows.append(np.rint(images * 255).astype(np.uint8))
     font = ImageFont.load_default(size=11)
     bands = -(-len(PROMPTS) // COLUMNS)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, SHARES, ConceptConfig
+from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, SHARES, ConceptConfig, at_encoder
 from tiny_engram.errors import ConfigError
 from tiny_engram.mount_names import GROUPS
 from tiny_engram.run_config import RunConfig, is_number
@@ -36,7 +36,7 @@ class TrainConfig(RunConfig):
         adam_beta2: how slowly Adam forgets the squares of gradients; its beta1 is 0.9.
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
-            that), or single mounts such as "context.0.key".
+            that), or single mounts such as "context.0.key". Rows at "deep" and "pooled" can be served, and not taught.
         share: "none" gives each cross-attention context rows of its own, "block" one set to all of a block; for the groups alone.
         bands: equal shares of the timesteps that have context rows of their own, 1 to 4; for the groups alone.
         attention_rank, feedforward_rank: of the maps, which add where the picture looks at the trigger; 0 for none.
@@ -116,12 +116,15 @@ class TrainConfig(RunConfig):
         self._check_tuples(str, "aliases", "caption_template", "mounts", "companions", "validation_prompts")
         self._check_tuples(int, "validation_seeds")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
+        # their rows would stay zero: a step reads neither layers inside the encoder nor its pooled vector
+        served = [mount for mount in self.mounts if at_encoder(mount) and mount not in ENCODER_MOUNTS]
+        check(not served, "mounts", f"'input', 'span' or those at the denoiser: {', '.join(served)} can be served, and not taught")
         alone = set(self.mounts).issubset(ENCODER_MOUNTS)
         check(self.context_rho is None or not alone, "context_rho", "None where mounts are 'input' and 'span' alone")
         word = self.class_word
         check(word is None or bool(word.strip()), "class_word", "a word that the base knows")
-        at_encoder = not set(self.mounts).isdisjoint(ENCODER_MOUNTS)
-        check(word is None or at_encoder, "class_word", "None where mounts are neither 'input' nor 'span'")
+        begins = not set(self.mounts).isdisjoint(ENCODER_MOUNTS)
+        check(word is None or begins, "class_word", "None where mounts are neither 'input' nor 'span'")
         count = self.collages
         check(
             isinstance(count, int) and 0 <= count <= MOST_COLLAGES,
