@@ -4,7 +4,7 @@
 #   make app        the Studio: the same in a browser, with your own pictures
 #   make test       lint, types and all tests that need neither minutes nor a GPU
 #   make test-slow  the long tests          make test-gpu  the tests that need a CUDA device
-#   make test-families  what every pipeline family promises, on tiny ones
+#   make test-families  what every family of pipelines keeps, on all of them; writes the README's table of families
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -36,7 +36,10 @@ test-gpu: .venv/test.stamp
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m gpu
 
 test-families: .venv/test.stamp
-	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m families
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest tests/pipelines/conformance -m 'families or not families' \
+		--families-json benchmarks/results/families-conformance.json
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest --ignore tests/pipelines/conformance -m families
+	$(BIN)/python -m benchmarks.families table
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

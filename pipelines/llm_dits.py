@@ -2,7 +2,7 @@
 
 from tiny_engram.pipelines.attentions import joint_blocks, lumina, sana, z_image
 from tiny_engram.pipelines.family import EncoderSpec, Family
-from tiny_engram.pipelines.texts import chat_window, preprocessed, sequence_window, window_behind
+from tiny_engram.pipelines.texts import behind_system_message, chat_window, preprocessed, sequence_window, window_behind
 
 __all__ = ["FLUX_2", "FLUX_2_KLEIN", "LUMINA_2", "QWEN_IMAGE", "SANA", "Z_IMAGE"]
 
@@ -62,7 +62,15 @@ Z_IMAGE = Family(
 FLUX_2 = Family(
     name="flux-2",
     pipelines=("Flux2Pipeline",),
-    encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", reads=(10, 20, 30), window=chat_window({"add_generation_prompt": False})),),
+    encoders=(
+        EncoderSpec(
+            "llm",
+            "text_encoder",
+            "tokenizer",
+            reads=(10, 20, 30),
+            window=chat_window({"add_generation_prompt": False}, behind_system_message),
+        ),
+    ),
     returns=("prompt_embeds", "_text_ids"),
     probe_length=None,
     per_timestep=lambda timestep, total: timestep * total,

@@ -6,7 +6,17 @@ from typing import Any
 
 from tiny_engram.pipelines.family import call_default, cleans_captions
 
-__all__ = ["chat_window", "cleaned_by_module", "preprocessed", "sequence_window", "window_behind"]
+__all__ = [
+    "behind_system_message",
+    "chat_window",
+    "cleaned_by_module",
+    "cropped_window",
+    "preprocessed",
+    "sequence_window",
+    "window_behind",
+]
+
+PROMPT = "\u2042prompt\u2042"  # stands in no template
 
 
 def preprocessed(pipe: Any, text: str) -> str:
@@ -37,12 +47,32 @@ def window_behind(template: Callable[[Any], str]) -> Callable[[Any], int]:
     return window
 
 
-def chat_window(options: dict[str, Any]) -> Callable[[Any], int]:
-    """The same, less those of the tokenizer's chat template; `options` as the pipeline gives them to it."""
+def asked_by_user(pipe: Any, text: str) -> list[dict[str, Any]]:
+    """The messages of a chat of one question."""
+    return [{"role": "user", "content": text}]
+
+
+def behind_system_message(pipe: Any, text: str) -> list[dict[str, Any]]:
+    """As FLUX.2 does: its system message, then the prompt."""
+    said = {"system": pipe.system_message, "user": text}
+    return [{"role": role, "content": [{"type": "text", "text": words}]} for role, words in said.items()]
+
+
+def chat_window(options: dict[str, Any], messages: Callable[[Any, str], list[dict[str, Any]]] = asked_by_user) -> Callable[[Any], int]:
+    """The same, less what the tokenizer's chat template puts in front of a prompt; of a long one, what it puts behind is cut off first.
+
+    `options` as the pipeline gives them to the template, and `messages` from it and a prompt.
+    """
 
     def window(pipe: Any) -> int:
         tokenizer = getattr(pipe.tokenizer, "tokenizer", pipe.tokenizer)
-        empty = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, **options)
-        return sequence_window(pipe) - len(tokenizer(empty, add_special_tokens=False).input_ids)
+        chat = tokenizer.apply_chat_template(messages(pipe, PROMPT), tokenize=False, **options)
+        front = len(tokenizer(chat.partition(PROMPT)[0], add_special_tokens=False).input_ids)
+        return sequence_window(pipe) - front + tokenizer.num_special_tokens_to_add(pair=False)
 
     return window
+
+
+def cropped_window(pipe: Any) -> int:
+    """As many tokens of a prompt as `pipe(...)` reads by default, the special ones not among them: those are cut off with the template."""
+    return sequence_window(pipe) + pipe.tokenizer.num_special_tokens_to_add(pair=False)

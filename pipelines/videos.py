@@ -5,7 +5,7 @@ from typing import Any
 
 from tiny_engram.pipelines.attentions import cogvideox, hunyuan_video, masked_across_transformer_blocks, wan
 from tiny_engram.pipelines.family import EncoderSpec, Family
-from tiny_engram.pipelines.texts import cleaned_by_module, sequence_window
+from tiny_engram.pipelines.texts import cleaned_by_module, cropped_window, sequence_window
 
 __all__ = ["COGVIDEOX", "HUNYUAN_VIDEO", "LTX", "WAN"]
 
@@ -49,7 +49,7 @@ HUNYUAN_VIDEO = Family(
     name="hunyuan-video",
     pipelines=("HunyuanVideoPipeline",),
     encoders=(
-        EncoderSpec("llm", "text_encoder", "tokenizer", reads=-3, window=sequence_window),
+        EncoderSpec("llm", "text_encoder", "tokenizer", reads=-3, window=cropped_window),
         EncoderSpec("clip_l", "text_encoder_2", "tokenizer_2", pooled=True),
     ),
     returns=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),

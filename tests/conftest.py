@@ -33,6 +33,10 @@ _left_out: list[str] = []
 _excused: list[str] = []
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--families-json", metavar="PATH", help="write what held on which pipeline, for the table of families")
+
+
 def _note_skip(report) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
