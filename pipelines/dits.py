@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiny_engram.pipelines.attentions import auraflow, flux, hunyuan_dit, joint_blocks, masked_across_transformer_blocks
-from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family
+from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family, cleans_captions
 from tiny_engram.pipelines.texts import preprocessed, sequence_window
 
 __all__ = ["AURAFLOW", "CHROMA", "FLUX", "HUNYUAN_DIT", "PIXART", "STABLE_DIFFUSION_3"]
@@ -137,8 +137,9 @@ PIXART = Family(
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, masked=True, window=sequence_window),),
     returns=WITH_MASKS,
     attentions=masked_across_transformer_blocks,
-    # bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all
-    call={"use_resolution_binning": False},
+    # Bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all. Cleaning without its libraries is
+    # none, with a warning for each call.
+    call={"use_resolution_binning": False, "clean_caption": cleans_captions()},
     predicts=pixart_prediction,
 )
 

@@ -297,6 +297,6 @@ class EncoderMounts(HookSet):
         for fired in plan:
             hidden = fired.apply(hidden)
         if plan and self.proof is not None:
-            row, time, _ = (index[0].item() for index in plan[0].spans.flat())
+            row, time, _ = (int(index[0]) for index in plan[0].spans.flat())
             self.proof = [*self.proof[-MOST_PROOFS:], hidden[row, time].detach().clone()]
         return hidden

@@ -13,6 +13,10 @@ from tiny_engram.cli import main
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.pipelines import loaders
 from tiny_engram.pipelines.loaders import EMBEDDED_BASES, load_pipeline
+from tiny_engram.studio.engine import GenerateRequest
+from tiny_engram.studio.errors import StudioError
+from tiny_engram.studio.studio import Studio
+from tiny_engram.studio.workspace import Workspace
 from tiny_engram.training.validation import draw_pictures, native_size
 
 CLASSES = {"emoji-sd": StableDiffusionPipeline, "emoji-pixart": PixArtSigmaPipeline}
@@ -96,6 +100,16 @@ def test_the_command_line_draws_with_it(tmp_path, capsys):
     drawn = ["generate", "--model", "emoji-pixart", "--prompt", "a cat", "--num_inference_steps", "1", "--output", str(path)]
     assert main(drawn) == 0 and path.stat().st_size > 1000
     capsys.readouterr()
+
+
+def test_the_studio_draws_with_it(pixart, tmp_path):
+    with Studio(Workspace.open(tmp_path / "studio"), pixart, device="cpu") as studio:
+        assert studio.engine.native_size == (128, 128)
+        small = GenerateRequest(prompt="a cat", steps=1, negative_prompt="a dog", width=64, height=72)
+        assert studio.engine.generate(small).picture.size == (64, 72)
+        with pytest.raises(StudioError, match="width is 68, expected a multiple of 8 pixels"):
+            studio.engine.generate(GenerateRequest(prompt="a cat", steps=1, width=68, height=64))
+    assert tiny_engram.adapter.find_adapter(pixart) is None
 
 
 def test_a_folder_of_its_name_comes_first(tmp_path, monkeypatch):
