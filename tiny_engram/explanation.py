@@ -152,8 +152,11 @@ def explain_prompt(
         for name, s, n in spans(index.match([window]), index)
     ]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}
+    # by characters: of SentencePiece's tokens, one that is a mere space covers the first letter of the word behind it
+    places = [(f.name, offsets[f.start][0], offsets[f.end - 1][1]) for f in fired]
 
     def note(name: str, start: int, length: int, reason: str) -> None:
+        places.append((name, offsets[start][0], offsets[min(start + length, len(offsets)) - 1][1]))
         seen.setdefault((name, start), Unfired(name, words(start, length), start, reason))
 
     for name, s, n in spans(index.match([ids]), index):
@@ -172,7 +175,7 @@ def explain_prompt(
     for name, compiled in compiled_by_name.items():
         for low, high in _occurrences(text, compiled):
             start = next((k for k, (a, b) in enumerate(offsets) if a < b and b > low), None)
-            if start is None or any(key[0] == name and key[1] == start for key in seen):
+            if start is None or any(other == name and a < high and low < b for other, a, b in places):
                 continue
             other = next((f for f in fired if f.start <= start < f.end), None)
             edge_cut = _is_word(text[low - 1 : low]) and _is_word(text[low]) or _is_word(text[high - 1]) and _is_word(text[high : high + 1])
