@@ -60,7 +60,9 @@ class EngramPipeline:
         the concepts that it had, and no adapter if it had none.
         """
         if not isinstance(concepts, (Concept, str, PathLike, Mapping, Iterable)):
-            raise TinyEngramError(f"concepts is {str(concepts)[:60]}, expected one or a list of them: a Concept, a file, a folder or a Hub id")
+            raise TinyEngramError(
+                f"concepts is {str(concepts)[:60]}, expected one or a list of them: a Concept, a file, a folder or a Hub id"
+            )
         given = [concepts] if isinstance(concepts, (Concept, str, PathLike, Mapping)) else list(concepts)
         factors = _one_each(1.0 if strengths is None else strengths, len(given), "strengths")
         own_names = _one_each(None if names is None else [names] if isinstance(names, str) else names, len(given), "names")

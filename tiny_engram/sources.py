@@ -79,7 +79,8 @@ def source_file(
         weight_name, subfolder: the file in a folder or a repo. Without a name there must be one .safetensors file.
         revision, token, cache_dir, local_files_only, force_download: see HubOptions.
 
-    Raises TinyEngramError: no path and no text, nothing there, several files to choose from, a name that is no .safetensors file or leaves the folder.
+    Raises TinyEngramError: no path and no text, nothing there, several files to choose from, a name that is no .safetensors file or
+    leaves the folder.
     """
     if not isinstance(source, (str, PathLike)) or not fspath(source):
         raise TinyEngramError(f"a concept's source is {str(source)[:60]!r}, expected a Concept, a file, a folder or a Hub id 'user/repo'")
