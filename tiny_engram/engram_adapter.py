@@ -391,5 +391,6 @@ class EngramAdapter(Scheduling):
     def _check_attached(self) -> None:
         if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):
             raise TinyEngramError(
-                "this adapter was detached, so its concepts would not reach the pipeline; call tiny_engram.attach(pipe) and load them there"
+                f"this adapter was detached, so its concepts would not reach the {type(self.pipe).__name__}; "
+                "call tiny_engram.attach(pipe) and load them there"
             )
