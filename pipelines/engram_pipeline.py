@@ -1,6 +1,6 @@
 """`EngramPipeline.from_pretrained`: a base and its concepts in one line. Imports adapter, sources, loaders; diffusers when called."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, cast
@@ -59,10 +59,16 @@ class EngramPipeline:
         Raises TinyEngramError, in a line that names the concept at fault. Then nothing is left half done: a pipeline that was given has
         the concepts that it had, and no adapter if it had none.
         """
+        if not isinstance(concepts, (Concept, str, PathLike, Mapping, Iterable)):
+            raise TinyEngramError(
+                f"concepts is {str(concepts)[:60]}, expected one or a list of them: a Concept, a file, a folder or a Hub id"
+            )
         given = [concepts] if isinstance(concepts, (Concept, str, PathLike, Mapping)) else list(concepts)
         factors = _one_each(1.0 if strengths is None else strengths, len(given), "strengths")
         own_names = _one_each(None if names is None else [names] if isinstance(names, str) else names, len(given), "names")
         loaded_already = base is not None and not isinstance(base, (str, PathLike))
+        if loaded_already and not hasattr(base, "__dict__"):
+            raise TinyEngramError(f"base is {str(base)[:60]}, expected a folder, a Hub id, None or a loaded pipeline")
         dtype = options.pop("torch_dtype", None) if dtype is None else dtype  # diffusers' older name
         told = [name for name, value in {"dtype": dtype, "device": device, **options}.items() if value is not None]
         if loaded_already and (told := [name for name in told if name not in _SHARED]):

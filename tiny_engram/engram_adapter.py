@@ -45,8 +45,11 @@ def _plain(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def _texts(prompt: str | Sequence[str] | None) -> list[str]:
-    return [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
+def _texts(prompt: Any, what: str = "prompt") -> list[str]:
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise TinyEngramError(f"{what} is {str(prompt)[:60]}, expected text or a list of texts")
+    return list(texts)
 
 
 class EngramAdapter(Scheduling):
@@ -195,10 +198,7 @@ class EngramAdapter(Scheduling):
             TinyEngramError: not there or not open to us; made for another tokenizer, width, set of encoders or denoiser; name or
                 trigger taken; nothing is loaded then.
         """
-        if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):
-            raise TinyEngramError(
-                "this adapter was detached, so its concepts would not reach the pipeline; call tiny_engram.attach(pipe) and load them there"
-            )
+        self._check_attached()
         concept = load_source(source, **options)
         strength = checked_strength(strength)
         name = self._loaded.free_name(name or concept.name, rename)
@@ -367,8 +367,15 @@ class EngramAdapter(Scheduling):
         """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`.
 
         options: of `pipe(...)`; those that `encode_prompt` has too are given to it.
+
+        Raises TinyEngramError: no text, less than one picture, or the adapter was detached.
         """
-        prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
+        self._check_attached()
+        prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt, "negative_prompt")
+        if not prompts:
+            raise TinyEngramError("prompt is an empty list, expected text or a list of texts")
+        if num_images_per_prompt < 1:
+            raise TinyEngramError(f"num_images_per_prompt is {num_images_per_prompt}, expected at least 1")
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
@@ -376,5 +383,14 @@ class EngramAdapter(Scheduling):
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
+        self._check_attached()
+        negative = [] if negative_prompt is None else _texts(negative_prompt, "negative_prompt")
         with self._schedules.awake():
-            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))
+            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), negative)
+
+    def _check_attached(self) -> None:
+        if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):
+            raise TinyEngramError(
+                f"this adapter was detached, so its concepts would not reach the {type(self.pipe).__name__}; "
+                "call tiny_engram.attach(pipe) and load them there"
+            )

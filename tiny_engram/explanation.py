@@ -152,9 +152,15 @@ def explain_prompt(
         for name, s, n in spans(index.match([window]), index)
     ]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}
+    # by characters: of SentencePiece's tokens, one that is a mere space covers the first letter of the word behind it
+    places = [(f.name, offsets[f.start][0], offsets[f.end - 1][1]) for f in fired]
 
     def note(name: str, start: int, length: int, reason: str) -> None:
-        seen.setdefault((name, start), Unfired(name, words(start, length), start, reason))
+        low, high = offsets[start][0], offsets[min(start + length, len(offsets)) - 1][1]
+        places.append((name, low, high))
+        if reason == REASONS[CUT]:
+            low, high = _whole_word(text, low, high)
+        seen.setdefault((name, start), Unfired(name, text[low:high], start, reason))
 
     for name, s, n in spans(index.match([ids]), index):
         if s + n > limit:
@@ -172,7 +178,7 @@ def explain_prompt(
     for name, compiled in compiled_by_name.items():
         for low, high in _occurrences(text, compiled):
             start = next((k for k, (a, b) in enumerate(offsets) if a < b and b > low), None)
-            if start is None or any(key[0] == name and key[1] == start for key in seen):
+            if start is None or any(other == name and a < high and low < b for other, a, b in places):
                 continue
             other = next((f for f in fired if f.start <= start < f.end), None)
             edge_cut = _is_word(text[low - 1 : low]) and _is_word(text[low]) or _is_word(text[high - 1]) and _is_word(text[high : high + 1])
@@ -180,11 +186,7 @@ def explain_prompt(
                 reason = f"covered by the longer or earlier trigger of {other.name!r}"
             else:
                 reason = REASONS[CUT] if edge_cut else REASONS[FUSED]
-            # the word as it is written, which is not the trigger: that one may well fire elsewhere
-            while low > 0 and _is_word(text[low]) and _is_word(text[low - 1]):
-                low -= 1
-            while high < len(text) and _is_word(text[high - 1]) and _is_word(text[high]):
-                high += 1
+            low, high = _whole_word(text, low, high)
             start = next(k for k, (a, b) in enumerate(offsets) if a < b and b > low)
             seen.setdefault((name, start), Unfired(name, text[low:high], start, reason))
         if written is not None and not _occurrences(text, compiled):
@@ -200,6 +202,15 @@ def _occurrences(text: str, compiled: CompiledTrigger) -> list[tuple[int, int]]:
     """Character spans where the trigger's spellings stand in the text, in any case, inside words too."""
     found = {m.span() for s in compiled.spellings for m in re.finditer(r"\s+".join(map(re.escape, s.split())), text, re.IGNORECASE)}
     return sorted(found)
+
+
+def _whole_word(text: str, low: int, high: int) -> tuple[int, int]:
+    """The word as it is written, which is not the trigger: that one may well fire elsewhere."""
+    while low > 0 and _is_word(text[low]) and _is_word(text[low - 1]):
+        low -= 1
+    while high < len(text) and _is_word(text[high - 1]) and _is_word(text[high]):
+        high += 1
+    return low, high
 
 
 def _is_word(char: str) -> bool:

@@ -44,7 +44,7 @@ class Scheduling(ABC):
             points: (share of the steps that are done, factor of the concept's strength), the first at 0; None, with no start or end,
                 removes the schedule.
             start, end: in the place of points: on from this share of the steps, and off from that one.
-            interpolation: "constant" up to the next point, or "linear" between points.
+            interpolation: "constant" up to the next point, or "linear" between points; for points alone.
 
         Raises:
             TinyEngramError: no such concept, or a schedule that makes no sense; nothing is changed then.
@@ -52,6 +52,10 @@ class Scheduling(ABC):
         entry = self._loaded[name]
         if points is not None and (start is not None or end is not None):
             raise TinyEngramError("a schedule was given as points and as start or end, expected one of the two")
+        if points is None and interpolation != CONSTANT:
+            raise TinyEngramError(
+                f"interpolation is {str(interpolation)[:40]!r} without points, expected with some such as [(0.0, 1.0), (1.0, 0.0)]"
+            )
         schedule = None
         if points is not None:
             schedule = Schedule.of(points, interpolation)
@@ -93,6 +97,7 @@ class Scheduling(ABC):
             TinyEngramError: the pipeline calls no callback, takes no negative prompt, or is to be given other prompts for each encoder;
                 steps are needed or make no sense.
         """
+        self._check_attached()
         pipe, known = self.pipe, inspect.signature(type(self.pipe).__call__).parameters
         if END not in known and "callback_steps" not in known:
             raise TinyEngramError(
@@ -135,6 +140,10 @@ class Scheduling(ABC):
         **options: Any,
     ) -> Mapping[str, Any]:
         """Encoded prompts."""
+
+    @abstractmethod
+    def _check_attached(self) -> None:
+        """Raises TinyEngramError if the adapter was detached."""
 
     @abstractmethod
     def _refresh(self, *names: str) -> None:

@@ -79,8 +79,11 @@ def source_file(
         weight_name, subfolder: the file in a folder or a repo. Without a name there must be one .safetensors file.
         revision, token, cache_dir, local_files_only, force_download: see HubOptions.
 
-    Raises TinyEngramError: nothing there, several files to choose from, a name that is no .safetensors file or leaves the folder.
+    Raises TinyEngramError: no path and no text, nothing there, several files to choose from, a name that is no .safetensors file or
+    leaves the folder.
     """
+    if not isinstance(source, (str, PathLike)) or not fspath(source):
+        raise TinyEngramError(f"a concept's source is {str(source)[:60]!r}, expected a Concept, a file, a folder or a Hub id 'user/repo'")
     for what, name in (("weight_name", weight_name), ("subfolder", subfolder)):
         if name is not None and ("\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts):
             raise TinyEngramError(f"{what} {name!r} leaves the folder, expected a name in it")

@@ -137,3 +137,17 @@ def test_a_concept_fires_on_it_and_nowhere_else(pixart):
         adapter.detach()
     (fired,) = (moved[0] != plain[0]).any(-1).nonzero(as_tuple=True)
     assert torch.equal(moved[1], plain[1]) and 1 < len(fired) < 12 and fired.tolist() == list(range(int(fired[0]), int(fired[-1]) + 1))
+
+
+def test_explain_names_each_place_once_though_a_mere_space_is_a_token(pixart):
+    adapter = tiny_engram.attach(pixart)
+    try:
+        adapter.load_concept(adapter.new_concept("tako-blip"))
+        for prompt in ("a tako-blip", "tako-blip", "a (tako-blip)"):
+            found = adapter.explain(prompt)
+            assert [f.text for f in found.fired] == ["tako-blip"] and not found.unfired
+        found = adapter.explain("a tako-blip and two tako-blips")
+        assert [f.text for f in found.fired] == ["tako-blip"]
+        assert [(u.text, u.reason) for u in found.unfired] == [("tako-blips", "cut by a word boundary")]
+    finally:
+        adapter.detach()

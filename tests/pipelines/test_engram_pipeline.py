@@ -178,3 +178,20 @@ def test_load_concept_takes_every_source(emptied, made):
     assert emptied.load_concept(folder, "a", weight_name="zqx.safetensors") == "a"
     assert tiny_engram.load_concept(emptied.pipe, str(folder), weight_name="zqy.safetensors", strength=0.5) == "zqy"
     assert emptied.get_list_concepts() == ["a", "zqy"]
+
+
+@pytest.mark.parametrize("wrong", [5, None, ["a.safetensors"], ""])
+def test_a_source_is_text_a_path_or_a_concept(attached, wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TinyEngramError, match=r"^a concept's source is .*, expected a Concept, a file, a folder or a Hub id"):
+        attached[1].load_concept(wrong)
+
+
+def test_wrong_types_are_told_before_anything_is_read(bare):
+    with pytest.raises(TinyEngramError, match="^concepts is 5, expected one or a list of them"):
+        EngramPipeline.from_pretrained(bare, 5)
+    with pytest.raises(TinyEngramError, match=r"^concepts\[0\], '5': a concept's source is '5'"):
+        EngramPipeline.from_pretrained(bare, [5])
+    with pytest.raises(TinyEngramError, match="^base is 5, expected a folder, a Hub id, None or a loaded pipeline"):
+        EngramPipeline.from_pretrained(5)
+    assert find_adapter(bare) is None
