@@ -15,7 +15,7 @@ from diffusers import (
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
 )
-from transformers import BertConfig, BertModel, BertTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import BertConfig, BertModel, BertTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from tests.pipelines.tiny.base import TinyPipeline, finished, mt5_tokenizer, picture_vae, t5_encoder, t5_tokenizer, tokenizer_folder
 
@@ -73,7 +73,7 @@ def auraflow() -> Any:
 
 def hunyuandit() -> Any:
     torch.manual_seed(0)
-    tokenizer = BertTokenizer.from_pretrained(tokenizer_folder("hunyuan_dit/tokenizer"))
+    tokenizer = BertTokenizerFast.from_pretrained(tokenizer_folder("hunyuan_dit/tokenizer"))
     bert = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=BERT,
