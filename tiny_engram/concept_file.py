@@ -97,7 +97,9 @@ def read(path: Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], di
         raise ConceptFileError(f"{path}: its description is no JSON; the file is damaged, save it again") from error
     version = described.get("format") if isinstance(described, dict) else None
     if version not in range(1, FORMAT_VERSION + 1):
-        raise ConceptFileError(f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save it again")
+        raise ConceptFileError(
+            f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save it again"
+        )
     try:
         tensors = load_bytes(blob)
     except Exception as error:

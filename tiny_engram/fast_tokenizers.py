@@ -29,7 +29,7 @@ def fast_tokenizer(tokenizer: Any) -> Any:
     """
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         return tokenizer
-    state = len(tokenizer), tuple(tokenizer.all_special_ids), tokenizer.model_max_length
+    state = tuple(tokenizer.get_added_vocab().items()), tuple(tokenizer.all_special_ids), tokenizer.model_max_length
     known = _twins.get(tokenizer)
     if known is None or known[0] != state:
         known = _twins[tokenizer] = state, _converted(tokenizer)
