@@ -41,6 +41,8 @@ TRANSFORMERS = ("4.57.*", "5.5.*", "5.14.*", PINS["transformers"])
 DIFFUSERS = ("0.36.*", PINS["diffusers"])
 # Beside the two, these are asked whether they go with what a cell has.
 BESIDE = ("accelerate", "peft")
+# What slow tokenizers are read with, which pipelines have before transformers 5.
+READS_SLOW = ("sentencepiece", f"=={PINS['sentencepiece']}")
 FIXED = ("torch", "numpy")  # of .venv, in every cell
 TESTS = (
     *("tests/test_adapter.py", "tests/test_mounts.py", "tests/test_served_input.py", "tests/test_promises.py", "tests/test_concept.py"),
@@ -131,6 +133,8 @@ class Cell:
             for name, version in self.wanted.items():
                 if importlib.metadata.version(name) != version:
                     self._install(name, f"=={version}")
+            if int(self.wanted["transformers"].partition(".")[0]) < 5:
+                self._install(*READS_SLOW)
             while lacking := self._lacking():
                 for name, (specifiers, asked) in lacking.items():
                     if name in FIXED:

@@ -86,7 +86,7 @@ def sentencepiece_tokenizer(name: str, extra_ids: int) -> T5TokenizerFast:
     """A T5TokenizerFast from a folder that has only `spiece.model`; since transformers 5 read without the library sentencepiece."""
     if "vocab" not in inspect.signature(T5TokenizerFast.__init__).parameters:
         # before transformers 5, by the library sentencepiece
-        return T5TokenizerFast(str(tokenizer_folder(name) / "spiece.model"), extra_ids=extra_ids)
+        return T5TokenizerFast(str(tokenizer_folder(name) / "spiece.model"), extra_ids=extra_ids, add_prefix_space=True)
     protobuf: Any = import_protobuf()
     model = protobuf.ModelProto()
     model.ParseFromString((tokenizer_folder(name) / "spiece.model").read_bytes())

@@ -1,5 +1,6 @@
 """Tiny pipelines that read the states of a language model: Sana, Z-Image, Qwen-Image, Lumina 2 and FLUX.2."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -104,7 +106,8 @@ def qwen_image() -> QwenImagePipeline:
     torch.manual_seed(0)
     rope = {"rope_type": "default", "mrope_section": [2, 2, 2]}
     # Heads are as wide as the width allows: this model does not read `head_dim` everywhere.
-    text: dict[str, Any] = {**decoder_sizes(48, 4), "head_dim": 12, "vocab_size": 152064, "rope_parameters": rope}
+    text: dict[str, Any] = {**decoder_sizes(48, 4), "head_dim": 12, "vocab_size": 152064}
+    text["rope_parameters" if hasattr(Qwen2_5_VLTextConfig(), "rope_parameters") else "rope_scaling"] = rope
     vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
     transformer: dict[str, Any] = {
         "in_channels": 16,
@@ -173,8 +176,9 @@ def _flux_2_parts(width: int, guidance: bool) -> dict[str, Any]:
         "joint_attention_dim": width,
         "timestep_guidance_channels": 16,
         "axes_dims_rope": (4, 4, 4, 4),
-        "guidance_embeds": guidance,
     }
+    if "guidance_embeds" in inspect.signature(Flux2Transformer2DModel.__init__).parameters:
+        transformer["guidance_embeds"] = guidance  # which older releases always have
     vae: dict[str, Any] = {"latent_channels": 4, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
     return {
         "scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),

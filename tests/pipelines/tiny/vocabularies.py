@@ -133,7 +133,12 @@ def _gemma_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
 def gemma() -> GemmaTokenizerFast:
     """Gemma's class and special tokens, <bos> in front and padding on the left as there; its pieces are those of our captions."""
     vocab, merges = _gemma_pairs()
-    return GemmaTokenizerFast(vocab={**vocab}, merges=merges, add_bos_token=True)
+    if TAKES_VOCABULARIES:
+        return GemmaTokenizerFast(vocab={**vocab}, merges=merges, add_bos_token=True)
+    backend = Tokenizer(BPE({**vocab}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return GemmaTokenizerFast(tokenizer_object=backend, add_bos_token=True)
 
 
 def mistral_3() -> PreTrainedTokenizerFast:
