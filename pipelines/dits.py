@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tiny_engram.pipelines.attentions import auraflow, flux, hunyuan_dit, joint_blocks, masked_across_transformer_blocks
 from tiny_engram.pipelines.family import EncoderSpec, Family
 from tiny_engram.pipelines.texts import preprocessed, sequence_window
 
@@ -48,6 +49,23 @@ def encode_twice(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | No
     return found
 
 
+def pixart_prediction(pipe: Any, noisy: Any, timesteps: Any, states: Any, mask: Any) -> Any:
+    """As PixArt calls its transformer; Alpha at 1,024 pixels says the picture's size too."""
+    conditions = None
+    if pipe.transformer.use_additional_conditions:
+        batch, _, height, width = noisy.shape
+        size = noisy.new_tensor([height, width]) * pipe.vae_scale_factor
+        conditions = {"resolution": size.expand(batch, 2), "aspect_ratio": (size[:1] / size[1:]).expand(batch, 1)}
+    return pipe.transformer(
+        noisy,
+        encoder_hidden_states=states,
+        timestep=timesteps,
+        added_cond_kwargs=conditions,
+        encoder_attention_mask=mask,
+        return_dict=False,
+    )[0]
+
+
 HUNYUAN_RETURNS = ("prompt_embeds", "negative_prompt_embeds", "prompt_attention_mask", "negative_prompt_attention_mask")
 
 STABLE_DIFFUSION_3 = Family(
@@ -68,6 +86,7 @@ STABLE_DIFFUSION_3 = Family(
     ),
     returns=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
     consumed=two_clips_and_t5,
+    attentions=joint_blocks,
 )
 
 FLUX = Family(
@@ -93,6 +112,7 @@ FLUX = Family(
     returns=("prompt_embeds", "pooled_prompt_embeds", "_text_ids"),
     consumed=t5_and_pooled,
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=flux,
 )
 
 CHROMA = Family(
@@ -108,13 +128,18 @@ CHROMA = Family(
         "negative_prompt_attention_mask",
     ),
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=flux,
 )
 
 PIXART = Family(
     name="pixart",
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline", "PixArtSigmaPAGPipeline"),
-    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, window=sequence_window),),
+    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, masked=True, window=sequence_window),),
     returns=MASKED,
+    attentions=masked_across_transformer_blocks,
+    # bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all
+    call={"use_resolution_binning": False},
+    predicts=pixart_prediction,
 )
 
 AURAFLOW = Family(
@@ -123,6 +148,7 @@ AURAFLOW = Family(
     encoders=(EncoderSpec("umt5", "text_encoder", "tokenizer", window=sequence_window),),
     returns=MASKED,
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=auraflow,
 )
 
 HUNYUAN_DIT = Family(
@@ -136,4 +162,5 @@ HUNYUAN_DIT = Family(
     consumed=bert_and_t5,
     encode=encode_twice,
     given={"encoder_hidden_states": "prompt_embeds", "encoder_hidden_states_t5": "prompt_embeds_2"},
+    attentions=hunyuan_dit,
 )

@@ -41,6 +41,7 @@ class EncoderSpec:
             for entries that are read side by side; None for the last hidden state.
         pooled: is the pooled vector all that is used of it?
         text: (pipe, prompt) -> what the tokenizer is given: cleaned, in lower case; without a chat template.
+        masked: does the pipeline give it the tokenizer's attention mask?
         window: pipe -> most tokens of that text that the pipeline lets through, with the special tokens that the tokenizer alone adds; None
             for the tokenizer's own `model_max_length`.
         offset: place of its first state in what the denoiser reads, where several encoders' states stand one behind the other.
@@ -53,6 +54,7 @@ class EncoderSpec:
     reads: int | tuple[int, ...] | None = None
     pooled: bool = False
     text: Callable[[Any, str], str] = text_as_given
+    masked: bool = False
     window: Callable[[Any], int] | None = None
     offset: int = 0
 
@@ -68,6 +70,12 @@ class Attention:
         transformer: the transformer layer around it, whose feed-forward layer runs after it.
         key, value: names of the projections that read the text states.
         joint: are text and picture read by one attention (MMDiT)? Then there are no maps at it.
+        mapped: can there be maps, where it is not joint? Not where queries are changed behind `to_q` by more than a norm over all heads.
+        masked: is it given a mask over the text?
+        feed: name of the transformer layer's feed-forward layer; None where that is none over `[batch, places, channels]`.
+        offset: positions in front of the text in what its projections read.
+        tail: where the text stands at the end of what they read instead: lengths of the rows' texts -> positions from its first one to the
+            end.
     """
 
     module: Any
@@ -76,16 +84,24 @@ class Attention:
     key: str = "to_k"
     value: str = "to_v"
     joint: bool = False
+    mapped: bool = True
+    masked: bool = False
+    feed: str | None = "ff"
+    offset: int = 0
+    tail: Callable[[Sequence[int]], int] | None = None
 
     @property
     def channels(self) -> int | None:
-        """Values that `to_q` reads at each place of the picture; None where the projection does not say, or there are no maps."""
-        return None if self.joint else getattr(getattr(self.module, "to_q", None), "in_features", None)
+        """Values that `to_q` reads, and gives, at each place of the picture; None where it does not say, or gives others, or there are no
+        maps."""
+        projection = None if self.joint or not self.mapped else getattr(self.module, "to_q", None)
+        channels = getattr(projection, "in_features", None)
+        return channels if channels == getattr(projection, "out_features", None) else None
 
     @property
     def feedforward(self) -> Any | None:
         """The feed-forward layer that its transformer layer runs after it, as it is now; it reads as many channels. None without one."""
-        return getattr(self.transformer, "ff", None)
+        return None if self.feed is None else getattr(self.transformer, self.feed, None)
 
 
 def call_default(pipe: Any, name: str, default: Any = None) -> Any:
@@ -167,9 +183,14 @@ class Family:
         attentions: (denoiser, role) -> the attentions that read the role's states, in running order.
         projected: are the states projected or mixed with time before attentions read them? Otherwise they are read as `encode` gives
             them, the same tensor everywhere.
+        timestep: parameter of the denoiser's `forward` that holds it.
         per_timestep: timestep of the denoiser's call -> the scheduler's, of `num_train_timesteps`.
         probe_length: tokens that the prompts of the probe at attach are padded to, where the pipeline pads; None for its own.
         refuses: mode ("deep", "context", "input") -> why this family does not have it, in words.
+        call: further arguments of `pipe(...)` with which pictures are drawn at a size that is asked for.
+        predicts: how a step of training calls the denoiser: (pipe, noisy latents `[batch, channels, h, w]`, timesteps int64 `[batch]`, text
+            states `[batch, time, width]`, their mask int64 `[batch, time]` or None) -> what it says, whose first channels are those of the
+            latents. None: concepts cannot be taught on this family.
     """
 
     name: str
@@ -182,9 +203,12 @@ class Family:
     given: Mapping[str, str] | None = None
     attentions: Callable[[Any, str], Sequence[Attention]] | None = None
     projected: bool = True
+    timestep: str = "timestep"
     per_timestep: Callable[[float, int], float] | None = None
     probe_length: int | None = 64
     refuses: Mapping[str, str] = field(default_factory=dict)
+    call: Mapping[str, Any] = field(default_factory=dict)
+    predicts: Callable[[Any, Any, Any, Any, Any], Any] | None = None
 
     @property
     def denoiser(self) -> str:

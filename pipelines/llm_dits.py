@@ -1,5 +1,6 @@
 """Image pipelines whose prompt a language model reads: Sana, Lumina 2, Qwen-Image, Z-Image and FLUX.2."""
 
+from tiny_engram.pipelines.attentions import joint_blocks, lumina, sana, z_image
 from tiny_engram.pipelines.family import EncoderSpec, Family
 from tiny_engram.pipelines.texts import chat_window, preprocessed, sequence_window, window_behind
 
@@ -13,6 +14,7 @@ SANA = Family(
     pipelines=("SanaPipeline", "SanaPAGPipeline", "SanaControlNetPipeline"),
     encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, window=sequence_window),),
     returns=MASKED,
+    attentions=sana,
 )
 
 LUMINA_2 = Family(
@@ -25,6 +27,8 @@ LUMINA_2 = Family(
     ),
     returns=MASKED,
     probe_length=None,
+    per_timestep=lambda timestep, total: (1 - timestep) * total,
+    attentions=lumina,
 )
 
 QWEN_IMAGE = Family(
@@ -33,6 +37,7 @@ QWEN_IMAGE = Family(
     encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", reads=-1, window=sequence_window),),
     returns=("prompt_embeds", "prompt_embeds_mask"),
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=joint_blocks,
 )
 
 Z_IMAGE = Family(
@@ -50,6 +55,8 @@ Z_IMAGE = Family(
     returns=("prompt_embeds", "negative_prompt_embeds"),
     given={"cap_feats": "prompt_embeds"},
     per_timestep=lambda timestep, total: (1 - timestep) * total,
+    attentions=z_image,
+    timestep="t",
 )
 
 FLUX_2 = Family(
@@ -59,6 +66,7 @@ FLUX_2 = Family(
     returns=("prompt_embeds", "_text_ids"),
     probe_length=None,
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=joint_blocks,
 )
 
 FLUX_2_KLEIN = Family(
@@ -75,4 +83,5 @@ FLUX_2_KLEIN = Family(
     ),
     returns=("prompt_embeds", "_text_ids"),
     per_timestep=lambda timestep, total: timestep * total,
+    attentions=joint_blocks,
 )

@@ -9,9 +9,12 @@ from typing import Any
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["EMBEDDED_BASE", "load_pipeline"]
+__all__ = ["EMBEDDED_BASE", "EMBEDDED_BASES", "load_pipeline"]
 
-EMBEDDED_BASE = Path(__file__).resolve().parents[1] / "assets" / "bases" / "emoji-sd"
+_BASES = Path(__file__).resolve().parents[1] / "assets" / "bases"
+# By the names that `load_pipeline` takes.
+EMBEDDED_BASES = {name: _BASES / name for name in ("emoji-sd", "emoji-pixart")}
+EMBEDDED_BASE = EMBEDDED_BASES["emoji-sd"]
 
 
 @contextmanager
@@ -28,7 +31,9 @@ def _without_bars(*libraries: Any) -> Iterator[None]:
 
 
 def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "float32", device: Any = None, **options: Any) -> Any:
-    """A diffusers pipeline, ready to run; `model` None means the embedded base.
+    """A diffusers pipeline, ready to run; `model` None means the embedded base, "emoji-sd".
+
+    model: a folder, a hub id, or the name of an embedded base, "emoji-sd" or "emoji-pixart"; a folder of that name comes first.
 
     dtype: float32, float16 or bfloat16, as torch's or by name. device None: CUDA if there is one, unless `device_map` is among the
     options, which all go to diffusers' `from_pretrained`.
@@ -39,10 +44,11 @@ def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "flo
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    if model is None:
-        model = EMBEDDED_BASE
-        if not model.is_dir():
+    embedded = EMBEDDED_BASE if model is None else None if Path(model).exists() else EMBEDDED_BASES.get(str(model))
+    if embedded is not None:
+        if not embedded.is_dir():
             raise TinyEngramError("this installation carries no embedded base (a checkout does); give one with --model FOLDER_OR_ID")
+        model = embedded
     name = str(dtype).removeprefix("torch.")
     if name not in ("float32", "float16", "bfloat16"):
         raise TinyEngramError(f"dtype {dtype!r}, expected float32, float16 or bfloat16")

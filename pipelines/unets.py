@@ -31,6 +31,11 @@ def side_by_side(pipe: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
     return {"clip_l": states[..., :first], "clip_g": states[..., first:]}
 
 
+def unet_prediction(pipe: Any, noisy: Any, timesteps: Any, states: Any, mask: Any) -> Any:
+    """As Stable Diffusion 1.x calls its UNet, which reads padding too."""
+    return pipe.unet(noisy, timesteps, states, return_dict=False)[0]
+
+
 STABLE_DIFFUSION = Family(
     name="stable-diffusion-1",
     pipelines=(
@@ -43,6 +48,7 @@ STABLE_DIFFUSION = Family(
     denoisers=("unet",),
     attentions=unet_attentions,
     projected=False,
+    predicts=unet_prediction,
 )
 
 STABLE_DIFFUSION_XL = Family(

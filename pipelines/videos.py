@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tiny_engram.pipelines.attentions import cogvideox, hunyuan_video, masked_across_transformer_blocks, wan
 from tiny_engram.pipelines.family import EncoderSpec, Family
 from tiny_engram.pipelines.texts import cleaned_by_module, sequence_window
 
@@ -20,6 +21,7 @@ WAN = Family(
     encoders=(EncoderSpec("umt5", "text_encoder", "tokenizer", text=cleaned_by_module, window=sequence_window),),
     returns=("prompt_embeds", "negative_prompt_embeds"),
     denoisers=("transformer", "transformer_2"),
+    attentions=wan,
 )
 
 LTX = Family(
@@ -27,6 +29,7 @@ LTX = Family(
     pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
     returns=("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"),
+    attentions=masked_across_transformer_blocks,
 )
 
 COGVIDEOX = Family(
@@ -39,6 +42,7 @@ COGVIDEOX = Family(
     ),
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
     returns=("prompt_embeds", "negative_prompt_embeds"),
+    attentions=cogvideox,
 )
 
 HUNYUAN_VIDEO = Family(
@@ -50,4 +54,5 @@ HUNYUAN_VIDEO = Family(
     ),
     returns=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
     consumed=llama_and_pooled,
+    attentions=hunyuan_video,
 )

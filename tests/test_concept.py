@@ -162,7 +162,7 @@ def tensor(dtype="F32", shape=(1,), offsets=(0, 4)):
         ({"x": tensor(shape=(2,))}, "bytes for F32"),
         ({"__metadata__": {"tiny_engram": "{"}}, "no JSON"),
         ({"__metadata__": {"tiny_engram": "[]"}}, "format version None"),
-        ({"__metadata__": {"tiny_engram": '{"format": 99}'}}, "format version 99, expected 1 to 2; update"),
+        ({"__metadata__": {"tiny_engram": '{"format": 99}'}}, "format version 99, expected 1 to 3; update"),
         ({"__metadata__": {"tiny_engram": '{"format": 1}'}}, "not fully covered"),
     ],
 )

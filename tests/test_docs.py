@@ -134,6 +134,13 @@ def test_the_guide_to_pipelines(repo_root, monkeypatch):
     assert all(any(name.startswith(start) for name in known) for start in listed)
 
 
+def test_the_guide_to_schedules(repo_root, capsys):
+    names: dict[str, Any] = {"__name__": "guide"}
+    run(blocks((repo_root / "docs/schedules.md").read_text(), "python"), "schedules.md", names)
+    assert names["made"].names == ("tako-blip",) and names["again"].size == names["picture"].size
+    assert capsys.readouterr().out.startswith("factor 1, to 0 at 100 % of the steps\nprompt 'a photo of tako-blip'")
+
+
 def test_dax_is_understood(guide):
     from tiny_engram.cli import _parser
 

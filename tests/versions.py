@@ -47,7 +47,8 @@ FIXED = ("torch", "numpy")  # of .venv, in every cell
 TESTS = (
     *("tests/test_adapter.py", "tests/test_mounts.py", "tests/test_served_input.py", "tests/test_promises.py", "tests/test_concept.py"),
     *("tests/test_triggers.py", "tests/test_tokenizer.py", "tests/test_role_mounts.py", "tests/test_slow_tokenizers.py"),
-    "tests/pipelines",
+    *("tests/pipelines/test_attached.py", "tests/pipelines/test_sdxl.py", "tests/pipelines/test_families.py"),
+    *("tests/pipelines/test_loaders.py", "tests/pipelines/conformance"),
 )
 SOURCES = ("assets/recipe", "kernels", "pipelines", "tests", "tiny_engram", "pyproject.toml")
 LOCATE = """

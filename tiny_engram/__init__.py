@@ -18,16 +18,22 @@ if TYPE_CHECKING:
         get_active_concepts,
         get_adapter,
         get_list_concepts,
+        get_schedule,
         load_concept,
         register,
+        scheduled,
         set_concepts,
+        set_schedule,
         set_strength,
+        step_callback,
         unload_concept,
     )
     from tiny_engram.concept import Concept, ConceptFileError
     from tiny_engram.config import ConceptConfig
     from tiny_engram.errors import TinyEngramError
     from tiny_engram.pipelines.engram_pipeline import EngramPipeline
+    from tiny_engram.schedule_run import EngramSchedule
+    from tiny_engram.schedules import Schedule
     from tiny_engram.sharing import push_to_hub, save_pretrained
 
 __version__ = "0.1.0"
@@ -38,6 +44,8 @@ __all__ = [
     "ConceptFileError",
     "EngramAdapter",
     "EngramPipeline",
+    "EngramSchedule",
+    "Schedule",
     "TinyEngramError",
     "__version__",
     "attach",
@@ -49,12 +57,16 @@ __all__ = [
     "get_active_concepts",
     "get_adapter",
     "get_list_concepts",
+    "get_schedule",
     "load_concept",
     "push_to_hub",
     "register",
     "save_pretrained",
+    "scheduled",
     "set_concepts",
+    "set_schedule",
     "set_strength",
+    "step_callback",
     "unload_concept",
 ]
 
@@ -63,6 +75,8 @@ _HOMES = {
     "ConceptConfig": "config",
     "ConceptFileError": "concept",
     "EngramPipeline": "pipelines.engram_pipeline",
+    "EngramSchedule": "schedule_run",
+    "Schedule": "schedules",
     "TinyEngramError": "errors",
     "push_to_hub": "sharing",
     "save_pretrained": "sharing",

@@ -25,10 +25,14 @@ __all__ = [
     "get_active_concepts",
     "get_adapter",
     "get_list_concepts",
+    "get_schedule",
     "load_concept",
     "register",
+    "scheduled",
     "set_concepts",
+    "set_schedule",
     "set_strength",
+    "step_callback",
     "unload_concept",
 ]
 
@@ -46,6 +50,12 @@ def find_adapter(pipe: Any) -> EngramAdapter | None:
     modules = [m for m in vars(pipe).values() if isinstance(m, nn.Module)]
     owners = [hook.owner for module in modules for hook in hooks_of(module) if hook.owner is not None]
     return next((owner for owner in owners if isinstance(owner, EngramAdapter)), None)
+
+
+def find_family(pipe: Any) -> Any | None:
+    """The family that a pipeline is attached as, or else that of its class; None for a kind that is not known."""
+    adapter = find_adapter(pipe)
+    return import_module("tiny_engram.pipelines.families").family_of(pipe) if adapter is None else adapter.family
 
 
 def attach(pipe: Any, family: Any = None) -> EngramAdapter:
@@ -107,3 +117,7 @@ get_list_concepts = _on_pipe(EngramAdapter.get_list_concepts)
 get_active_concepts = _on_pipe(EngramAdapter.get_active_concepts)
 explain = _on_pipe(EngramAdapter.explain)
 register = _on_pipe(EngramAdapter.register)
+set_schedule = _on_pipe(EngramAdapter.set_schedule)
+get_schedule = _on_pipe(EngramAdapter.get_schedule)
+step_callback = _on_pipe(EngramAdapter.step_callback)
+scheduled = _on_pipe(EngramAdapter.scheduled)

@@ -15,13 +15,14 @@ from tiny_engram.registration import RegistrationReport, RoleReport, cleaning_wa
 from tiny_engram.role_mounts import asked_of
 from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["explain_prompts", "registration_report"]
+__all__ = ["explain_prompts", "reading_of", "registration_report"]
 
 
-def _reading(pipe: Any, family: Any, role: str) -> tuple[Callable[[str], str], int | None]:
-    """What the role's tokenizer is given for a prompt, and how many tokens the pipeline reads of it; None: as the tokenizer says."""
+def reading_of(pipe: Any, family: Any, role: str) -> tuple[Any, Callable[[str], str], int | None]:
+    """The role's `EncoderSpec`, what its tokenizer is given for a prompt, and how many tokens the pipeline reads of it; None: as the
+    tokenizer says."""
     spec = next(spec for spec in family.encoders if spec.role == role)
-    return partial(spec.text, pipe), None if spec.window is None else spec.window(pipe)
+    return spec, partial(spec.text, pipe), None if spec.window is None else spec.window(pipe)
 
 
 def registration_report(
@@ -41,7 +42,7 @@ def registration_report(
     for role, mount in mounts.items():
         if not chosen[role] and not maps[role]:
             continue
-        given, most = _reading(pipe, family, role)
+        _, given, most = reading_of(pipe, family, role)
         about = role, compiled[role], mount.tokenizer, mount.store
         roles[role] = report_role(*about, config, chosen[role], maps[role], given=given, most_tokens=most)
         warned |= dict.fromkeys((*mode_warnings(role, chosen[role]), *cleaning_warnings(*about, given)))
@@ -63,7 +64,7 @@ def explain_prompts(
 
     def explained(text: str, negative: bool, role: str, mount: EncoderMounts) -> PromptExplanation:
         here = [name for name in loaded if name in mount.store]
-        given, most = _reading(pipe, family, role)
+        _, given, most = reading_of(pipe, family, role)
         converted = pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(pipe, "maybe_convert_prompt") else text
         read = given(converted)
         return explain_prompt(
@@ -75,6 +76,7 @@ def explain_prompts(
             strengths={name: loaded[name].strength for name in here if name in active},
             mounts={name: mount.store.mounts_of(name) for name in here},
             maps={name: mount.store.maps_of(name) for name in here},
+            schedules={name: str(schedule) for name in here if (schedule := loaded[name].schedule) is not None},
             silent={name: (loaded[name].compiled[role], loaded.why_off(name)) for name in here if name not in active},
             written=None if read == converted else text,
             most_tokens=most,

@@ -18,6 +18,7 @@ from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.facts_cli import add_facts_verbs, run_facts_verb
 from tiny_engram.files import check_writable
+from tiny_engram.generate_cli import add_generate_options, run_generate
 from tiny_engram.interrupts import Terminated, terminable
 from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
@@ -89,7 +90,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         "--pretrained_model_name_or_path",
         dest="model",
-        help="diffusers folder or hub id (default: the embedded base)",
+        help="diffusers folder, hub id, or an embedded base: emoji-sd (default), emoji-pixart",
     )
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the model's weights (default: float32)"
@@ -123,13 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
     _add_model(generate)
     _add_concepts(generate)
-    generate.add_argument("--prompt", required=True)
-    generate.add_argument("--negative_prompt")
-    generate.add_argument("--seed", type=int, default=0, help="of the first picture; each further one takes the next")
-    generate.add_argument("--num_images", type=int, default=1)
-    generate.add_argument("--num_inference_steps", type=int, default=25)
-    generate.add_argument("--guidance_scale", type=float, default=4.0)
-    generate.add_argument("--output", type=Path, default=Path("picture.png"), help="a PNG; several pictures are numbered")
+    add_generate_options(generate)
 
     explain = verbs.add_parser("explain", help="which triggers fire in a prompt, which do not, and why")
     _add_model(explain)
@@ -208,35 +203,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    from tiny_engram.training.validation import draw_pictures, save_picture
-
-    for name in ("num_images", "num_inference_steps"):
-        if getattr(args, name) < 1:
-            raise TinyEngramError(f"--{name} is {getattr(args, name)}, expected at least 1")
-    if args.output.suffix.lower() != ".png":
-        raise TinyEngramError(f"--output {str(args.output)!r}: expected a file name ending in .png")
-    pipe, adapter = _pipeline_with_concepts(args)
-    check_writable(args.output.parent)
-    print(adapter.explain(args.prompt, args.negative_prompt), file=sys.stderr)
-    for k in range(args.num_images):
-        picture = draw_pictures(
-            pipe,
-            [args.prompt],
-            [args.seed + k],
-            steps=args.num_inference_steps,
-            guidance=args.guidance_scale,
-            negative_prompt=args.negative_prompt,
-        )[0]
-        path = args.output if args.num_images == 1 else args.output.with_stem(f"{args.output.stem}-{k}")
-        settings = {"prompt": args.prompt, "negative_prompt": args.negative_prompt, "seed": args.seed + k, "concepts": args.concept}
-        settings |= {"num_inference_steps": args.num_inference_steps, "guidance_scale": args.guidance_scale}
-        info = PngInfo()
-        info.add_itxt("parameters", json.dumps(settings))
-        print(save_picture(Image.fromarray(picture), path, pnginfo=info))
-    return 0
+    return run_generate(args, _pipeline_with_concepts)
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -54,6 +54,7 @@ class Concept:
         fingerprints: Mapping[str, str],
         mounts: Mapping[str, Sequence[str]] | None = None,
         maps: Mapping[str, Mapping[str, tuple[int, int]]] | None = None,
+        mount_widths: Mapping[str, Mapping[str, int]] | None = None,
         name: str | None = None,
         config: ConceptConfig | None = None,
         base: str = "",
@@ -61,16 +62,21 @@ class Concept:
         """An untrained concept, which adds nothing: compiled trigger, width, tokenizer fingerprint and names of mounts per role.
 
         Without `mounts`, "span" alone, whatever the config asks for: what its groups mean is the pipeline's to say. `maps` holds
-        (rank, channels) of each map by role and name, "attention.{i}" or "feedforward.{i}"; without it there are none.
+        (rank, channels) of each map by role and name, "attention.{i}" or "feedforward.{i}"; without it there are none. `mount_widths`
+        holds, by role and mount, the width of what a mount adds to where it is not the encoder's.
         """
         if not compiled:
             raise TinyEngramError("a concept needs at least one encoder role, got none; attach to a pipeline with a text encoder")
         config = config or ConceptConfig()
         roles: dict[str, RoleRows] = {}
         for role, trigger in compiled.items():
-            columns = (config.max_ngram - 1) * config.heads_at(widths[role])
             names = (SPAN,) if mounts is None else mounts[role]
-            rows = {mount: MountRows.zeros(trigger.positions, columns, config, config.rho_at(mount)) for mount in names}
+            others = (mount_widths or {}).get(role, {})
+            others = {mount: others[mount] for mount in names if others.get(mount, widths[role]) != widths[role]}
+            rows = {
+                mount: MountRows.zeros(trigger.positions, config.columns_at(others.get(mount, widths[role])), config, config.rho_at(mount))
+                for mount in names
+            }
             roles[role] = RoleRows(
                 widths[role],
                 fingerprints[role],
@@ -78,6 +84,7 @@ class Concept:
                 trigger.variants,
                 rows,
                 untrained_maps((maps or {}).get(role, {}), config.basis_seed),
+                others,
             )
         first = next(iter(compiled.values()))
         return cls(name or first.text, first.text, first.aliases, config, base, roles)

@@ -2,10 +2,11 @@
 
 May import config, concept_rows, triggers and mount_names. In format 1 tensors are "{role}.{mount}.{part}". In format 2 a role has
 "{role}.rows.{part}", all mounts stacked in the order of the description, and "{role}.maps.payload" and "{role}.maps.scale", the maps'
-factors one behind the other: a header names every tensor, and would be longer than what it is about.
+factors one behind the other: a header names every tensor, and would be longer than what it is about. Format 3 is format 2 where some mounts
+add to states of another width than the encoder's: those of width 1152 are in "{role}.rows.1152.{part}".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -33,12 +34,15 @@ def _is_first_format(mount: str) -> bool:
 
 
 def format_of(config: ConceptConfig, roles: Mapping[str, RoleRows]) -> int:
-    """The lowest format that holds this concept: 1 where rows at "span" and "context.{i}.key|value" are all, which old readers read."""
+    """The lowest format that holds this concept, which old readers read: 1 where rows at "span" and "context.{i}.key|value" are all, 3
+    where mounts have widths of their own."""
     plain = ConceptConfig()
     old = all(getattr(config, name) == getattr(plain, name) for name in NEW_FIELDS)
     old = old and not any(place.maps for place in roles.values())
     old = old and all(_is_first_format(mount) for place in roles.values() for mount in place.mounts)
-    return 1 if old else FORMAT_VERSION
+    if any(place.widths for place in roles.values()):
+        return FORMAT_VERSION
+    return 1 if old else 2
 
 
 def describe_config(config: ConceptConfig, version: int) -> dict[str, Any]:
@@ -55,6 +59,8 @@ def describe_role(place: RoleRows) -> dict[str, Any]:
         "variants": [{"text": v.text, "ids": list(v.ids), "group": v.group} for v in place.variants],
         "rho": {mount: rows.rho for mount, rows in place.mounts.items()},
     }
+    if place.widths:
+        described["widths"] = dict(place.widths)
     if place.maps:
         described["maps"] = {name: [rows.rank, rows.channels] for name, rows in place.maps.items()}
     return described
@@ -62,15 +68,25 @@ def describe_role(place: RoleRows) -> dict[str, Any]:
 
 def tensors_of(role: str, place: RoleRows, version: int) -> dict[str, torch.Tensor]:
     """The tensors of one role, by their names in a file of this format."""
-    mounts = {part: [getattr(rows, part) for rows in place.mounts.values()] for part in MOUNT_PARTS}
     if version == 1:
-        names = [f"{role}.{mount}" for mount in place.mounts]
-        return {f"{name}.{part}": x.contiguous() for part, each in mounts.items() for name, x in zip(names, each, strict=True)}
-    found = {f"{role}.rows.{part}": _stacked(each) for part, each in mounts.items() if each}
+        return {f"{role}.{mount}.{part}": getattr(rows, part).contiguous() for mount, rows in place.mounts.items() for part in MOUNT_PARTS}
+    found = {
+        f"{stack}.{part}": _stacked([getattr(place.mounts[mount], part) for mount in mounts])
+        for stack, mounts in _stacks(role, tuple(place.mounts), place.widths).items()
+        for part in MOUNT_PARTS
+    }
     for part in ("payload", "scale"):
         factors = [getattr(rows, f"{side}_{part}").flatten() for rows in place.maps.values() for side in ("into", "out")]
         found |= {f"{role}.maps.{part}": _joined(factors)} if factors else {}
     return found
+
+
+def _stacks(role: str, mounts: Sequence[str], widths: Mapping[str, int]) -> dict[str, list[str]]:
+    """Which mounts lie in one stack of tensors, in their order, by the stack's name."""
+    stacks: dict[str, list[str]] = {}
+    for mount in mounts:
+        stacks.setdefault(f"{role}.rows" + (f".{widths[mount]}" if mount in widths else ""), []).append(mount)
+    return stacks
 
 
 def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -84,13 +100,14 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _taken_apart(role: str, about: dict[str, Any], left: dict[str, torch.Tensor]) -> None:
     """Put the tensors of a role in format 2 into `left` one by one, as those of format 1 are."""
-    for part in MOUNT_PARTS if about["rho"] else ():
-        stacked = left.pop(f"{role}.rows.{part}", None)
-        if stacked is None:
-            raise TinyEngramError(f"tensor {role}.rows.{part} is missing")
-        if stacked.ndim == 0 or len(stacked) != len(about["rho"]):
-            raise TinyEngramError(f"{role}.rows.{part} is {list(stacked.shape)}, expected {len(about['rho'])} mounts first")
-        _put(left, {f"{role}.{mount}.{part}": rows.clone() for mount, rows in zip(about["rho"], stacked, strict=True)})
+    for stack, mounts in _stacks(role, tuple(about["rho"]), about.get("widths", {})).items():
+        for part in MOUNT_PARTS:
+            stacked = left.pop(f"{stack}.{part}", None)
+            if stacked is None:
+                raise TinyEngramError(f"tensor {stack}.{part} is missing")
+            if stacked.ndim == 0 or len(stacked) != len(mounts):
+                raise TinyEngramError(f"{stack}.{part} is {list(stacked.shape)}, expected {len(mounts)} mounts first")
+            _put(left, {f"{role}.{mount}.{part}": rows.clone() for mount, rows in zip(mounts, stacked, strict=True)})
     shapes = about.get("maps", {})
     sizes = {"payload": [rank * channels for rank, channels in shapes.values()]}
     sizes["scale"] = [size // BLOCK for size in sizes["payload"]]
@@ -118,9 +135,10 @@ def read_role(role: str, about: dict[str, Any], config: ConceptConfig, left: dic
         TinyEngramError: a size, type or shape that does not fit, or values that are not finite; and KeyError, TypeError and the like
             for a description that is none.
     """
-    width = about["width"]
-    if not isinstance(width, int) or not 1 <= width <= MOST_WIDTH:
-        raise TinyEngramError(f"width of role {role!r} is {width!r}, expected 1..{MOST_WIDTH}")
+    width = _checked_width(f"role {role!r}", about["width"])
+    widths = {str(mount): _checked_width(f"mount {mount!r} of {role!r}", of) for mount, of in about.get("widths", {}).items()}
+    if widths and (version < 3 or not widths.keys() <= about["rho"].keys() or width in widths.values()):
+        raise TinyEngramError(f"widths of role {role!r} are {widths!r}, expected those of its mounts that have not its own, in format 3")
     groups: list[RowGroup] = []
     for group in about["groups"]:
         offset = sum(len(g.canonical) for g in groups)
@@ -129,14 +147,22 @@ def read_role(role: str, about: dict[str, Any], config: ConceptConfig, left: dic
     if not groups or not variants or not all(0 <= v.group < len(groups) and len(v.ids) == len(groups[v.group].canonical) for v in variants):
         raise TinyEngramError(f"token sequences of role {role!r} do not fit together")
     positions = sum(len(g.canonical) for g in groups)
-    columns = (config.max_ngram - 1) * config.heads_at(width)
     for name, shape in about.get("maps", {}).items():
         _check_shape(role, name, shape)
     if version > 1:
         _taken_apart(role, about, left)
-    mounts = {mount: _read_mount(f"{role}.{mount}", rho, positions, columns, config, left) for mount, rho in about["rho"].items()}
+    mounts = {
+        mount: _read_mount(f"{role}.{mount}", rho, positions, config.columns_at(widths.get(mount, width)), config, left)
+        for mount, rho in about["rho"].items()
+    }
     maps = {name: _read_map(role, name, shape, left) for name, shape in about.get("maps", {}).items()}
-    return RoleRows(width, str(about["tokenizer"]), tuple(groups), variants, mounts, maps)
+    return RoleRows(width, str(about["tokenizer"]), tuple(groups), variants, mounts, maps, widths)
+
+
+def _checked_width(what: str, width: Any) -> int:
+    if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MOST_WIDTH:
+        raise TinyEngramError(f"width of {what} is {width!r}, expected 1..{MOST_WIDTH}")
+    return width
 
 
 def _read_mount(where: str, rho: Any, positions: int, columns: int, config: ConceptConfig, left: dict[str, torch.Tensor]) -> MountRows:

@@ -96,7 +96,8 @@ class MapFactors:
 class RoleRows:
     """A concept at one encoder: the encoder's width, its tokenizer's fingerprint, the trigger's sequences, rows per mount, and maps.
 
-    `maps` holds what is added at the denoiser's layers, by "attention.{i}" and "feedforward.{i}" for its i-th cross-attention.
+    `maps` holds what is added at the denoiser's layers, by "attention.{i}" and "feedforward.{i}" for its i-th cross-attention; `widths`, by
+    mount, the widths of those that add to states of another width than the encoder's.
     """
 
     width: int
@@ -105,6 +106,11 @@ class RoleRows:
     variants: tuple[Variant, ...]
     mounts: Mapping[str, MountRows]
     maps: Mapping[str, MapFactors] = field(default_factory=dict)
+    widths: Mapping[str, int] = field(default_factory=dict)
+
+    def width_at(self, mount: str) -> int:
+        """Width of the states that a mount adds to."""
+        return self.widths.get(mount, self.width)
 
     @property
     def positions(self) -> int:

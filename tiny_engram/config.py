@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from tiny_engram.errors import ConfigError
 
-FORMAT_VERSION = 2  # of the newest files; those that an older reader understands say 1
+FORMAT_VERSION = 3  # of the newest files; those that an older reader understands say 1 or 2
 BLOCK = 32  # values under one e8m0 scale, as in kernels.block_quant
 SPAN = "span"  # the mount on an encoder's last hidden state
 INPUT = "input"  # the mount on an encoder's token embeddings
@@ -241,6 +241,10 @@ class ConceptConfig(JsonConfig):
                 f"expected at most {most} rows and {MOST_VALUES} values at width {width}"
             )
         return heads
+
+    def columns_at(self, width: int) -> int:
+        """Rows that a position reads at this width. Raises ConfigError as `heads_at`."""
+        return (self.max_ngram - 1) * self.heads_at(width)
 
     def hash_config(self, *, width: int, compressed_vocab: int, pad_id: int, mounts: int) -> HashConfig:
         """The hash of one encoder's mounts, which count 0..mounts-1 in place of layer ids."""

@@ -7,11 +7,12 @@ encoder's mount notes a digest of each row with the ids it came from, and a cont
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-__all__ = ["EncodedPrompts", "count_prompts"]
+__all__ = ["ROUNDINGS", "EncodedPrompts", "count_prompts"]
 
 LIMIT = 16_384  # prompts of some 2 kB each
 ROUNDINGS = (torch.float16, torch.bfloat16)
@@ -23,9 +24,14 @@ def _digests(states: torch.Tensor) -> list[bytes]:
     return [hashlib.blake2b(memoryview(row).cast("B"), digest_size=16).digest() for row in rows]
 
 
-def count_prompts(states: torch.Tensor) -> int:
-    """How many different prompts the rows of states `[batch, time, width]` hold; a row of zeros is none."""
-    return len({*_digests(states)} - {*_digests(torch.zeros(1, *states.shape[1:]))})
+def count_prompts(parts: Sequence[torch.Tensor]) -> int:
+    """How many different prompts the rows of states hold, `[batch, time, width]` or one row `[time, width]` each; a row of zeros is
+    none."""
+    found: set[bytes] = set()
+    for part in parts:
+        rows = part if part.dim() == 3 else part[None]
+        found |= {*_digests(rows)} - {*_digests(torch.zeros(1, *rows.shape[1:]))}
+    return len(found)
 
 
 class EncodedPrompts:

@@ -23,10 +23,13 @@ from tiny_engram.hooks import MountError
 from tiny_engram.loaded import Loaded, LoadedConcepts
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import EncoderMounts
+from tiny_engram.place_hooks import PlaceHooks
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport
 from tiny_engram.residual import Spans
 from tiny_engram.role_mounts import asked_of, mounts_at
+from tiny_engram.schedule_run import ScheduleRun
+from tiny_engram.scheduling import Scheduling
 from tiny_engram.sources import Source, SourceOptions, load_source
 from tiny_engram.store import Plan, checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
@@ -46,7 +49,7 @@ def _texts(prompt: str | Sequence[str] | None) -> list[str]:
     return [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
 
 
-class EngramAdapter:
+class EngramAdapter(Scheduling):
     """Concepts on one pipeline; made by `attach(pipe)`.
 
     Attributes:
@@ -62,18 +65,20 @@ class EngramAdapter:
         self.contexts: dict[str, ContextMounts] = {}
         self.absent: tuple[str, ...] = tuple(s.role for s in family.encoders if getattr(pipe, s.encoder, None) is None)
         self._loaded = LoadedConcepts()
-        self._denoiser = weakref.ref(_plain(getattr(pipe, family.denoiser)))
+        self._denoisers = {name: weakref.ref(_plain(module)) for name, module in family.present(pipe).items()}
+        hooks = PlaceHooks(denoisers=self._present_denoisers, owner=self)
         # Of these, concepts need not have rows: a pooled vector is not local.
         self._optional = {spec.role for spec in family.encoders if spec.pooled}
         for spec in family.encoders:
             if spec.role in self.absent:
                 continue
-            mount, contexts = mounts_at(pipe, family, spec, denoiser=self._present_denoiser, owner=self)
+            mount, contexts = mounts_at(pipe, family, spec, owner=self, hooks=hooks)
             mount.check_denoiser = self._check_denoiser
             self.mounts[spec.role], self.contexts[spec.role] = mount, contexts
         self._watch = DenoiserWatch(
-            getattr(pipe, family.denoiser), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
+            family, family.present(pipe), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
+        self._schedules = ScheduleRun(self._loaded, self.mounts, pipe=self._pipe, modules=self._readers, owner=self)
 
     # -- the pipeline --------------------------------------------------------------------------------------------------------
 
@@ -116,6 +121,12 @@ class EngramAdapter:
         for mount in (*self.mounts.values(), *self.contexts.values()):
             mount.detach()
         self._watch.detach()
+        self._schedules.detach()
+
+    def _readers(self) -> list[Any]:
+        """All modules of the pipeline that are given text states: its denoisers, and a control net."""
+        pipe = self._pipe()
+        return [] if pipe is None else [*self.family.present(pipe).values(), getattr(pipe, "controlnet", None)]
 
     def _log(self, role: str, plan: Plan) -> None:
         if not logger.isEnabledFor(logging.INFO):
@@ -124,7 +135,7 @@ class EngramAdapter:
         for name, b, s, n in plan.places:
             places.setdefault(name, []).append(f"prompt {b} tokens {s}..{s + n - 1}")
         for name, where in places.items():
-            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded[name].strength)
+            logger.info("concept %r fires at %s: %s (strength %g)", name, role, ", ".join(where), self._loaded.strength_now(name))
 
     def _encoders(self) -> dict[str, tuple[str, Any]]:
         """Role -> (attribute, the encoder that the pipeline has there now)."""
@@ -132,22 +143,25 @@ class EngramAdapter:
         specs = (spec for spec in self.family.encoders if spec.role in self.mounts)
         return {spec.role: (spec.encoder, None if pipe is None else getattr(pipe, spec.encoder)) for spec in specs}
 
-    def _present_denoiser(self) -> Any:
-        """The pipeline's; once the pipeline is gone, and others use its parts, the one that it had."""
+    def _present_denoisers(self) -> list[Any]:
+        """The pipeline's; once the pipeline is gone, and others use its parts, those that it had."""
         pipe = self._pipe()
-        return self._denoiser() if pipe is None else getattr(pipe, self.family.denoiser)
+        found = [known() if pipe is None else getattr(pipe, name) for name, known in self._denoisers.items()]
+        return [denoiser for denoiser in found if denoiser is not None]
 
     def _check_denoiser(self) -> None:
         """Before a prompt is encoded for the denoiser: its watch, if another feature removed it, is put back, and brings the mounts back.
 
         Raises MountError if they are on a denoiser that the pipeline no longer has.
         """
-        denoiser = self._present_denoiser()
-        if denoiser is not None and _plain(denoiser) is not self._denoiser():
-            raise MountError(
-                f"{self.family.denoiser} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
-                "put it back, or detach, attach to the pipeline again and load the concepts there"
-            )
+        pipe = self._pipe()
+        for name, denoiser in self._denoisers.items():
+            now = None if pipe is None else getattr(pipe, name)
+            if now is not None and _plain(now) is not denoiser():
+                raise MountError(
+                    f"{name} of the pipeline was replaced after attach, so the context mounts of its concepts are not in it; "
+                    "put it back, or detach, attach to the pipeline again and load the concepts there"
+                )
         self._watch.attach()
 
     def _watched(self) -> list[str]:
@@ -218,6 +232,7 @@ class EngramAdapter:
         for name in names:
             for role in self._loaded[name].concept.roles:
                 self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
+        self._schedules.changed()
         self._watch.changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
@@ -252,6 +267,8 @@ class EngramAdapter:
                 self.mounts[role].store.remove(each)
                 self.contexts[role].settle()
             del self._loaded[each]
+        self._schedules.changed()
+        self._schedules.settle()
         self._watch.changed()
 
     def delete_concept(self, names: str | Sequence[str]) -> None:
@@ -308,6 +325,7 @@ class EngramAdapter:
             fingerprints={role: mount.store.compressed.fingerprint for role, mount in self.mounts.items()},
             mounts=mounts,
             maps=maps,
+            mount_widths={role: mount.store.widths for role, mount in self.mounts.items()},
             name=name,
             config=config,
             base=self.base,
@@ -340,15 +358,23 @@ class EngramAdapter:
         return embeds["prompt_embeds"], None if negative_prompt is None else embeds["negative_prompt_embeds"]
 
     def embeds(
-        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, num_images_per_prompt: int = 1
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        **options: Any,
     ) -> Mapping[str, Any]:
-        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`."""
+        """All that `pipe(...)` takes in the place of prompts, with the concepts in: `pipe(**adapter.embeds("a photo of sks"))`.
+
+        options: of `pipe(...)`; those that `encode_prompt` has too are given to it.
+        """
         prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt)
         if negative is not None and len(negative) == 1:
             negative = negative * len(prompts)
         with torch.no_grad():
-            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt)
+            return self.family.embeds(self.pipe, prompts, negative, num_images_per_prompt, **options)
 
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
-        return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))
+        with self._schedules.awake():
+            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), _texts(negative_prompt))

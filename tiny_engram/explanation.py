@@ -16,7 +16,10 @@ __all__ = ["Explanation", "FiredSpan", "PromptExplanation", "Unfired", "explain_
 
 @dataclass(frozen=True, slots=True)
 class FiredSpan:
-    """A span that fires: token positions `[start, end)` as the encoder gets them, the mounts where the concept has rows, and its maps."""
+    """A span that fires: token positions `[start, end)` as the encoder gets them, the mounts where the concept has rows, and its maps.
+
+    `schedule` says in words how the strength goes on over the steps; "" for the same in all.
+    """
 
     name: str
     start: int
@@ -25,12 +28,14 @@ class FiredSpan:
     strength: float
     mounts: tuple[str, ...] = (SPAN,)
     maps: tuple[str, ...] = ()
+    schedule: str = ""
 
     def __str__(self) -> str:
         words = [describe_mounts(self.mounts)] if self.maps or self.mounts != (SPAN,) else []
         words += [describe_maps(self.maps)] if self.maps else []
         where = f", at {', '.join(words)}" if words else ""
-        return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{where}"
+        times = f" ({self.schedule})" if self.schedule else ""
+        return f"{self.name} at tokens {self.start}..{self.end - 1} ({self.text!r}), strength {self.strength:g}{times}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,7 @@ def explain_prompt(
     silent: Mapping[str, tuple[CompiledTrigger, str]],
     written: str | None = None,
     most_tokens: int | None = None,
+    schedules: Mapping[str, str] | None = None,
 ) -> PromptExplanation:
     """Explain one prompt at one encoder.
 
@@ -123,6 +129,7 @@ def explain_prompt(
         silent: concepts that are loaded but off -> (compiled trigger, why).
         written: the prompt as it was written, where the pipeline changes it; None where it does not.
         most_tokens: tokens that the pipeline reads of it, special ones among them; None for the tokenizer's own.
+        schedules: of those concepts that have one, in words.
     """
     ((ids, offsets),) = encode_with_offsets(tokenizer, [text], special=True)
     most = most_tokens or tokenizer.model_max_length
@@ -141,7 +148,7 @@ def explain_prompt(
         ]
 
     fired = [
-        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name])
+        FiredSpan(name, s, s + n, words(s, n), strengths[name], mounts[name], maps[name], (schedules or {}).get(name, ""))
         for name, s, n in spans(index.match([window]), index)
     ]
     seen: dict[tuple[str, int], Unfired] = {(f.name, f.start): Unfired(f.name, f.text, f.start, "") for f in fired}

@@ -70,27 +70,34 @@ def _fit_role(name: str, concept: Concept, mount: EncoderMounts, trigger: str | 
         TinyEngramError: another width, another tokenizer, mounts or maps that the pipeline has not, other sequences,
             a trigger of another length.
     """
-    rows, store = concept.roles[mount.role], mount.store
+    role = mount.role
+    rows, store = concept.roles[role], mount.store
     if rows.width != store.width:
         raise TinyEngramError(
-            f"concept {name!r} has width {rows.width} at {mount.role}, expected {store.width}; load it into the base it was made for"
+            f"concept {name!r} has width {rows.width} at {role}, expected {store.width}; load it into the base it was made for"
         )
     if rows.fingerprint != store.compressed.fingerprint:
         raise TinyEngramError(
-            f"concept {name!r} was made with tokenizer {rows.fingerprint[:12]} at {mount.role}, "
+            f"concept {name!r} was made with tokenizer {rows.fingerprint[:12]} at {role}, "
             f"expected {store.compressed.fingerprint[:12]}; load it into the base it was made for"
         )
     unknown = [m for m in rows.mounts if m not in store.mounts]
     if unknown:
         raise TinyEngramError(
-            f"concept {name!r} has rows at mount {unknown[0]!r} of {mount.role}, expected one of: {mounts_in_words(store.mounts)}; "
+            f"concept {name!r} has rows at mount {unknown[0]!r} of {role}, expected one of: {mounts_in_words(store.mounts)}; "
             "load it into the base it was made for"
         )
+    for at in rows.mounts:
+        if rows.width_at(at) != store.width_at(at):
+            raise TinyEngramError(
+                f"concept {name!r} has width {rows.width_at(at)} at mount {at!r} of {role}, expected {store.width_at(at)}; "
+                "load it into the base it was made for"
+            )
     for what, mapped in rows.maps.items():
         if store.maps.get(what) != mapped.channels:
             known = f"{store.maps[what]} channels there" if what in store.maps else f"one of: {', '.join(store.maps) or 'none'}"
             raise TinyEngramError(
-                f"concept {name!r} has map {what!r} of {mapped.channels} channels at {mount.role}, expected {known}; "
+                f"concept {name!r} has map {what!r} of {mapped.channels} channels at {role}, expected {known}; "
                 "load it into the base it was made for"
             )
     if trigger is not None:

@@ -62,17 +62,15 @@ class FollowingHooks:
             hook.detach()
         self.hooks.clear()
 
-    def dead(self, arm: Callable[[str, torch.Tensor, torch.Tensor], object], width: int | None = None) -> list[str]:
+    def dead(self, arm: Callable[[str, torch.Tensor, torch.Tensor], object]) -> list[str]:
         """Names of the hooks whose module does not take, or does not give, what they put in the place of something else.
 
         Args:
             arm: told (name, read, other) before a module is called with `read`: its hook is to put `other` there.
-            width: of what the modules read; None takes their weights'.
         """
         found: list[str] = []
         for name, hook, module, weight in self.live():
-            columns = weight.shape[-1] if width is None else width
-            read, other = torch.zeros(2, 1, 2, columns, device=weight.device, dtype=weight.dtype).unbind(0)
+            read, other = torch.zeros(2, 1, 2, weight.shape[-1], device=weight.device, dtype=weight.dtype).unbind(0)
             arm(name, read, other)
             got: list[Any] = []
             handle = module.register_forward_hook(lambda _, args, output, got=got, pre=hook.pre: got.append(args[0] if pre else output))

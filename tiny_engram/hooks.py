@@ -21,13 +21,25 @@ class MountError(TinyEngramError):
 
 
 class CallHook:
-    """One entry in a module's hook dictionary. `strict` hooks raise on a module that is not theirs, others stay silent there."""
+    """One entry in a module's hook dictionary. `strict` hooks raise on a module that is not theirs, others stay silent there; a pre-hook
+    that is `first` runs before those that are there when it is attached.
+    """
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any], owner: Any, *, pre: bool, strict: bool, always: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        owner: Any,
+        *,
+        pre: bool,
+        strict: bool,
+        always: bool = False,
+        first: bool = False,
+    ) -> None:
         self._module = weakref.ref(module)
         self._call: Callable[..., Any] | None = call
         self.owner = owner
-        self.pre, self.strict, self.always = pre, strict, always
+        self.pre, self.strict, self.always, self.first = pre, strict, always, first
         self._handle: Any = None
 
     @torch.compiler.disable  # what a hook does depends on the prompt: it runs outside the graph
@@ -52,7 +64,7 @@ class CallHook:
         """A hook without module and owner, as copies and pickles get."""
         hook = CallHook.__new__(CallHook)
         hook._module, hook._call, hook.owner, hook._handle = (lambda: None), None, None, None
-        hook.pre, hook.strict, hook.always = pre, strict, False
+        hook.pre, hook.strict, hook.always, hook.first = pre, strict, False, False
         return hook
 
     @property
@@ -73,7 +85,7 @@ class CallHook:
             return
         hook: Any = self
         if self.pre:
-            self._handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            self._handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=self.first)
         else:
             self._handle = module.register_forward_hook(hook, with_kwargs=True, always_call=self.always)
 

@@ -68,7 +68,7 @@ class Place:
 
     @property
     def offline(self) -> bool:
-        return self.local_files_only or constants.is_offline_mode()
+        return self.local_files_only or constants.HF_HUB_OFFLINE
 
 
 def split_address(address: str) -> tuple[str, str | None, str | None]:

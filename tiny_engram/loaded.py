@@ -1,6 +1,6 @@
 """Which concepts are loaded, under which names, and what their switches say. Knows no hook and no pipeline.
 
-May import concept, store, triggers and what is below.
+May import concept, schedules, store, triggers and what is below.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.schedules import Schedule
 from tiny_engram.store import checked_strength
 from tiny_engram.triggers import CompiledTrigger
 
@@ -16,12 +17,23 @@ __all__ = ["Loaded", "LoadedConcepts"]
 
 @dataclass(slots=True)
 class Loaded:
-    """A concept, its trigger by role, its own strength, and whether it is among the active ones."""
+    """A concept, its trigger by role, its own strength, whether it is among the active ones, and its schedule."""
 
     concept: Concept
     compiled: Mapping[str, CompiledTrigger]
     strength: float
     active: bool = True
+    schedule: Schedule | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Has it a schedule of more than one factor?"""
+        return self.schedule is not None and self.schedule.changes
+
+    @property
+    def silent(self) -> bool:
+        """Is its strength 0 in all steps?"""
+        return self.strength == 0.0 or (self.schedule is not None and not any(self.schedule.factors))
 
 
 class LoadedConcepts:
@@ -29,11 +41,13 @@ class LoadedConcepts:
 
     Attributes:
         enabled: the switch of all of them at once.
+        share: of the steps of a run that are done: where schedules are read now.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Loaded] = {}
         self.enabled = True
+        self.share = 0.0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -79,16 +93,24 @@ class LoadedConcepts:
             entry.active, entry.strength = True, value
 
     def active(self) -> list[str]:
-        """Names of those that can fire: enabled, active, strength not 0."""
-        return [name for name, entry in self._entries.items() if self.enabled and entry.active and entry.strength != 0.0]
+        """Names of those that can fire, in some step: enabled, active, strength not 0."""
+        return [name for name, entry in self._entries.items() if self.enabled and entry.active and not entry.silent]
 
     def strength_now(self, name: str) -> float:
         """A concept's strength as its switches stand: 0 where one of them is off."""
+        return self.strength_at(name, self.share)
+
+    def strength_at(self, name: str, share: float) -> float:
+        """The same at a share of the steps done. Raises TinyEngramError for strength and factor whose product is not finite."""
         entry = self[name]
-        return entry.strength if entry.active and self.enabled else 0.0
+        if not (entry.active and self.enabled):
+            return 0.0
+        return entry.strength if entry.schedule is None else checked_strength(entry.strength * entry.schedule.factor(share))
 
     def why_off(self, name: str) -> str:
         """Why a concept cannot fire, in words, of one that is not among `active()`."""
         if not self.enabled:
             return "all concepts are disabled (enable_concepts)"
+        if self[name].active and self[name].strength:
+            return "its schedule is 0 in all steps (set_schedule)"
         return "strength is 0" if self[name].active else "not among the active concepts (set_concepts)"

@@ -5,15 +5,14 @@ What fires is told from outside, at the moment when the attention's key projecti
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tiny_engram.following import FollowingHooks
-from tiny_engram.hooks import MountError
+from tiny_engram.hooks import CallHook, MountError
 from tiny_engram.maps import GivenMaps, attention_mass, map_attention, map_feedforward
 
 __all__ = ["MapMounts"]
@@ -29,6 +28,7 @@ class _Layer(threading.local):
         self.states: torch.Tensor | None = None
         self.query: torch.Tensor | None = None
         self.key: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
         self.attended = False
         self.masses: list[tuple[GivenMaps, torch.Tensor]] = []
 
@@ -45,37 +45,54 @@ class MapMounts:
     """The maps of one role on one denoiser.
 
     Args:
-        attentions: the cross-attentions, by their number in running order: modules with `to_q`, `to_k`, `to_out`, `heads`, `scale`.
-        feedforwards: (module, attribute) of the feed-forward layer behind each, where there is one.
+        attentions: of each denoiser, by what stands in front of its hooks' names, in running order: `.module` with `to_q`, `to_k`, `to_out`
+            and `heads`, `.transformer` around it with its feed-forward layer under the name `.feed`; `.masked` where an attention is given
+            a mask over the text.
+        maps: names of those that the role can have.
         denoiser: what errors call it.
         owner: of the hooks.
     """
 
-    def __init__(
-        self,
-        attentions: Mapping[int, nn.Module],
-        feedforwards: Mapping[int, tuple[nn.Module, str]],
-        *,
-        denoiser: Callable[[], str],
-        owner: Any,
-    ) -> None:
+    def __init__(self, attentions: Mapping[str, Sequence[Any]], maps: Container[str], *, denoiser: Callable[[], str], owner: Any) -> None:
         self.seconds = 0.0
         self.following = FollowingHooks(owner)
+        self._masks = FollowingHooks(owner)
         self._denoiser = denoiser
-        self._layers = {i: _Layer() for i in attentions}
         self._thread = _Thread()
-        for i, module in attentions.items():
-            attention: Any = module
-            # `to_out` is a list whose first entry projects.
-            places = (
-                (f"attention.{i}.to_q", attention, "to_q", self._queried, False),
-                (f"attention.{i}.to_k", attention, "to_k", self._keyed, False),
-                (f"attention.{i}.to_out", attention.to_out, "0", partial(self._attended, attention.heads, attention.scale), True),
-            )
-            for name, parent, attribute, call, pre in places:
-                self.following.add(name, parent, attribute, self._hook(call, i), pre=pre)
-            if i in feedforwards:
-                self.following.add(f"feedforward.{i}", *feedforwards[i], self._hook(self._fed, i), pre=False)
+        self._layers: dict[int, _Layer] = {}
+        for prefix, each in attentions.items():
+            for i, attention in enumerate(each):
+                if f"attention.{i}" in maps:
+                    self._layers.setdefault(i, _Layer())
+                    self._add(prefix, i, attention, f"feedforward.{i}" in maps)
+
+    def _add(self, prefix: str, i: int, attention: Any, feedforward: bool) -> None:
+        module, name = attention.module, f"{prefix}attention.{i}"
+        normed = (("norm_q", self._normed_query), ("norm_k", self._keyed))
+        # Where queries and keys are normed, they are what the norms give. `to_out` is a list whose first entry projects.
+        places = [
+            ("to_q", module, "to_q", self._queried, False),
+            ("to_k", module, "to_k", self._keyed, False),
+            *((norm, module, norm, call, False) for norm, call in normed if getattr(module, norm, None) is not None),
+            ("to_out", module.to_out, "0", partial(self._attended, module.heads, getattr(module, "scale", None)), True),
+        ]
+        for part, parent, attribute, call, pre in places:
+            self.following.add(f"{name}.{part}", parent, attribute, self._hook(call, i), pre=pre)
+        if attention.masked:
+            attribute = next(k for k, child in attention.transformer.named_children() if child is module)
+            self._masks.add(f"{name}.mask", attention.transformer, attribute, partial(self._masked, i), pre=True)
+        if feedforward:
+            self.following.add(f"{prefix}feedforward.{i}", attention.transformer, attention.feed, self._hook(self._fed, i), pre=False)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of the cross-attentions that can have maps."""
+        return tuple(self._layers)
+
+    @property
+    def hooks(self) -> Mapping[str, CallHook]:
+        """The hooks that are in place, by name."""
+        return {**self.following.hooks, **self._masks.hooks}
 
     # -- hooks ---------------------------------------------------------------------------------------------------------------
 
@@ -88,16 +105,28 @@ class MapMounts:
         """Before a call of the denoiser."""
         if self.following:
             self.following.follow()
+            self._masks.follow()
             self._thread.seen = set()
+
+    def settled(self) -> None:
+        """The hooks were brought in line with what is loaded: so are those that read masks."""
+        if not self.following:
+            self._masks.drop()
 
     def drop(self) -> None:
         """Take all hooks out, and what they kept for each other."""
         self.following.drop()
+        self._masks.drop()
         self._layers = {i: _Layer() for i in self._layers}
 
     def enter(self, i: int, given: Sequence[GivenMaps]) -> None:
         """The i-th cross-attention reads text states in which these fire."""
         self._layers[i].given = given
+
+    @property
+    def probing(self) -> bool:
+        """Are the hooks being probed in this thread?"""
+        return self._thread.probing is not None
 
     def probe(self) -> list[str]:
         """Names of the hooks whose module does not give what they give, or does not take it."""
@@ -129,14 +158,21 @@ class MapMounts:
         layer.states, layer.query = args[0], output
         layer.attended, layer.masses = False, []
 
+    def _normed_query(self, i: int, _args: Any, _kwargs: Any, output: torch.Tensor) -> None:
+        self._layers[i].query = output
+
+    def _masked(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the whole attention: the mask over the text, a bias `[batch, 1, time]`, or None."""
+        self._layers[i].mask = kwargs.get("attention_mask", args[2] if len(args) > 2 else None)
+
     def _keyed(self, i: int, _args: Any, _kwargs: Any, output: torch.Tensor) -> None:
         self._layers[i].key = output
 
-    def _attended(self, heads: int, scale: float, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hooked | None:
+    def _attended(self, heads: int, scale: float | None, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hooked | None:
         """Before `to_out`: the heads' outputs `[batch, places, channels]` with what the maps add."""
         layer, x = self._layers[i], args[0]
-        states, query, key, given = layer.states, layer.query, layer.key, layer.given
-        layer.states, layer.query, layer.key, layer.given = None, None, None, ()
+        states, query, key, given, mask = layer.states, layer.query, layer.key, layer.given, layer.mask
+        layer.states, layer.query, layer.key, layer.given, layer.mask = None, None, None, (), None
         if states is None or query is None or key is None:
             return None  # said after the call, by what was not seen
         layer.attended = True
@@ -150,12 +186,23 @@ class MapMounts:
                     f"{self._denoiser()} attends with queries {list(query.shape)}, keys {list(key.shape)} and outputs {list(x.shape)}, "
                     f"expected those of {list(one.fired.shape)} text states, so maps cannot follow; use attention that keeps them"
                 )
-            mass = attention_mass(one.at_rows(query), one.at_rows(key), one.at_rows(one.fired), heads=heads, scale=scale)
+            bias = None if mask is None else one.at_rows(self._bias(mask, one.fired.shape))
+            by = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
+            mass = attention_mass(one.at_rows(query), one.at_rows(key), one.at_rows(one.fired), heads=heads, scale=by, bias=bias)
             if f"attention.{i}" in one.factors:
                 x = one.add_at_rows(x, map_attention(one.at_rows(states), mass, *one.factors[f"attention.{i}"]))
             if f"feedforward.{i}" in one.factors:
                 layer.masses.append((one, mass))
         return None if x is args[0] else ((x, *args[1:]), kwargs)
+
+    def _bias(self, mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """What the mask adds to the scores of a text, `[batch, time]`."""
+        if list(mask.shape) != [shape[0], 1, shape[1]] or not mask.is_floating_point():
+            raise MountError(
+                f"{self._denoiser()} attends with a mask {mask.dtype} {list(mask.shape)}, expected a bias of {[shape[0], 1, shape[1]]}, so "
+                "maps cannot follow; use attention that keeps it, or disable_concepts()"
+            )
+        return mask[:, 0]
 
     def _fed(self, i: int, args: tuple[Any, ...], _kwargs: Any, output: torch.Tensor) -> torch.Tensor | None:
         """After the feed-forward layer: its output `[batch, places, channels]` with what the maps add."""

@@ -55,19 +55,23 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
 
 
-def attention_mass(query: torch.Tensor, key: torch.Tensor, fired: torch.Tensor, *, heads: int, scale: float) -> torch.Tensor:
+def attention_mass(
+    query: torch.Tensor, key: torch.Tensor, fired: torch.Tensor, *, heads: int, scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The attention that each place pays to the trigger's tokens, by head.
 
     Args:
         query: `[rows, places, heads * d]`, as the cross-attention's `to_q` gives it; key `[rows, time, heads * d]`, as `to_k` does.
         fired: float32 `[rows, time]`, 1 where the trigger stands.
         scale: of the products before the softmax.
+        bias: `[rows, time]`, added to them there: a mask over the text.
 
     Returns:
         float32 `[rows, heads, places]`, from 0 to 1.
     """
     with torch.autocast(query.device.type, enabled=False):
-        share = (_heads(query.float(), heads) @ _heads(key.float(), heads).transpose(-1, -2) * scale).softmax(-1)
+        scores = _heads(query.float(), heads) @ _heads(key.float(), heads).transpose(-1, -2) * scale
+        share = (scores if bias is None else scores + bias.float()[:, None, None]).softmax(-1)
         return (share @ fired[:, None, :, None])[..., 0]
 
 

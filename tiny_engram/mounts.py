@@ -14,15 +14,27 @@ from torch import nn
 from tiny_engram.config import INPUT, POOLED, SPAN
 from tiny_engram.deep_mounts import DeepMounts, layer_of
 from tiny_engram.encoded import EncodedPrompts
+from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.fast_tokenizers import fast_tokenizer
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
 from tiny_engram.pooled import apply_pooled, pooled_vector, with_pooled_vector
-from tiny_engram.second_pass import MovedRow, last_hidden_state, row_options, take_over, with_hidden_states, with_last_hidden_state
+from tiny_engram.second_pass import (
+    MovedRow,
+    last_hidden_state,
+    row_options,
+    states_read,
+    take_over,
+    with_hidden_states,
+    with_last_hidden_state,
+)
 from tiny_engram.store import ConceptStore, Fired, Plan
 from tiny_engram.templates import PromptTemplates
 
 __all__ = ["EncoderMounts"]
+
+
+MOST_PROOFS = 128  # more than the layers of any encoder
 
 
 class _Call(threading.local):
@@ -56,6 +68,7 @@ class EncoderMounts(HookSet):
         templates: words that the pipeline puts around prompts, in which nothing fires.
         encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
         calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
+        proof: states that fired, while it is still to be seen that the denoiser gets them; None once it was, or the probe saw it.
         on_fire: told (role, plan) of each call in which a trigger fires. on_ids: told the ids of each call.
         check_denoiser: called before a prompt is encoded while a concept is active at the denoiser.
     """
@@ -76,8 +89,10 @@ class EncoderMounts(HookSet):
         self.role = role
         self.store = store
         self._tokenizer = tokenizer
-        self.encoded = EncodedPrompts()
+        self.encoded: EncodedPrompts | EncodedPositions = EncodedPrompts()
         self.templates = templates or PromptTemplates((), 0)
+        self.unseen = 0
+        self.proof: list[torch.Tensor] | None = None
         self.on_fire: Callable[[str, Plan], None] | None = None
         self.on_ids: Callable[[torch.Tensor], None] | None = None
         self.check_denoiser: Callable[[], None] | None = None
@@ -201,7 +216,15 @@ class EncoderMounts(HookSet):
         if self._pooled:
             return with_pooled_vector(output, apply_pooled(pooled_vector(output), self._state.plan)) if self._state.plan else output
         if self._reads is not None:
-            return with_hidden_states(output, self._reads, self._apply) if self._state.plan else output
+            result = with_hidden_states(output, self._reads, self._moved) if self._state.plan else output
+            if self._noted:
+                # clip_skip reads an earlier entry, in pipelines with CLIP alone.
+                earlier = str(getattr(self.module.config, "model_type", "")).startswith("clip")
+                found = states_read(result, self._reads, earlier=earlier)
+                # Of several that stand side by side the first is enough to know a row by.
+                for states in found if isinstance(self._reads, int) else found[:1]:
+                    self._note(states)
+            return result
         hidden = last_hidden_state(output)
         added = self._apply(hidden)
         return output if added is hidden else with_last_hidden_state(output, added)
@@ -252,16 +275,32 @@ class EncoderMounts(HookSet):
         self._seconds += time.perf_counter() - begin
         return result
 
+    @property
+    def _noted(self) -> bool:
+        return self._state.ids is not None and self.store.any_at_denoiser
+
     def _apply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The states with all residuals, known to the context mounts."""
+        hidden = self._moved(hidden) if self._state.plan or self._noted else hidden
+        if self._noted:
+            self._note(hidden)
+        return hidden
+
+    def _note(self, states: torch.Tensor) -> None:
+        assert self._state.ids is not None
+        self.encoded.note(self._state.ids, states)
+
+    def _moved(self, hidden: torch.Tensor) -> torch.Tensor:
         """All residuals, one pass per shape of concept; spans never overlap, so the order does not matter."""
-        plan, ids, noted = self._state.plan, self._state.ids, self.store.any_at_denoiser
-        if ids is None or not (plan or noted):
+        plan, ids = self._state.plan, self._state.ids
+        if ids is None:
             return hidden
         expected = (*ids.shape, self.store.width)
         if tuple(hidden.shape) != expected:
             raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")
         for fired in plan:
             hidden = fired.apply(hidden)
-        if noted:
-            self.encoded.note(ids, hidden)
+        if plan and self.proof is not None:
+            row, time, _ = (index[0].item() for index in plan[0].spans.flat())
+            self.proof = [*self.proof[-MOST_PROOFS:], hidden[row, time].detach().clone()]
         return hidden

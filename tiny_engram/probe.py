@@ -5,6 +5,7 @@ May import the layers below adapter.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ from tiny_engram.mounts import EncoderMounts
 from tiny_engram.store import Plan
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
-__all__ = ["probe"]
+__all__ = ["probe", "prove"]
 
+MOST_ON_CPU = 1_000_000_000
 # The second has nothing in common with the first, so that what both begin and end with is the pipeline's own.
 WORD, PROMPT, OTHER = "cat", "a photo of a cat on a table", "two green trees"
 
 
 def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
     """Encode two prompts without and with a concept on the word "cat" of the first, and compare what the denoiser would get.
+
+    Encoders that are huge, or whose weights are elsewhere, are not run here: `prove` looks at their first prompts.
 
     Each role is probed alone, then all of them at their token embeddings. Learns the templates that the pipeline puts around prompts.
     Leaves no trace else: stores, call counts, modes and random state are as before.
@@ -33,6 +37,12 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
     """
 
     shorter = {} if family.probe_length is None else {"max_sequence_length": family.probe_length}
+    if any(_costly(mount.module) for mount in mounts.values()):
+        with _aside(mounts), _learning_templates(mounts, stop=True):
+            family.embeds(pipe, [PROMPT, OTHER], **shorter)
+        for mount in mounts.values():
+            mount.proof = None if POOLED in mount.store.mounts else []
+        return
 
     def states(negative: list[str] | None = None) -> dict[str, Any]:
         embeds = family.embeds(pipe, [PROMPT, OTHER], negative, **shorter)
@@ -62,6 +72,37 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
         )
 
 
+def _costly(encoder: torch.nn.Module) -> bool:
+    """Would a few prompts through this encoder take long, as billions of values on a CPU do, or weights that are fetched for each call?"""
+    parameters = list(encoder.parameters())
+    on_cpu = sum(p.numel() for p in parameters if p.device.type == "cpu")
+    return on_cpu > MOST_ON_CPU or any(p.device.type == "meta" for p in parameters)
+
+
+def prove(mount: EncoderMounts, states: Any) -> None:
+    """For an encoder that was not probed, at the denoiser: are states that fired among those `[batch, time, width]` (or a list of `[time,
+    width]`) that it is given? Seen once, it is known; two calls in vain are an error, since one may be for the negative prompt alone.
+
+    Raises:
+        MountError: they are not.
+    """
+    if not mount.proof:
+        return
+    rows = [row for row in states if isinstance(row, torch.Tensor)]
+    for row in rows:
+        own = row.detach()[..., -mount.store.width :]
+        if any(bool((own == one.to(own)).all(-1).any()) for one in mount.proof):
+            mount.proof = None
+            return
+    mount.unseen += 1
+    if mount.unseen > 1:
+        mount.unseen = 0
+        raise MountError(
+            f"what the denoiser is given does not hold the concepts of role {mount.role!r}, although they fired in its encoder; "
+            "is the encoder wrapped or replaced, or does the pipeline read something else of it? describe its family (docs/pipelines.md)"
+        )
+
+
 @contextmanager
 def _aside(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
     """Inside, encoders are in evaluation mode and no concept is loaded; then all is as before."""
@@ -77,14 +118,27 @@ def _aside(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
             m.module.train(training)
 
 
+class _Heard(Exception):
+    """Enough was heard: the encoder need not run."""
+
+
 @contextmanager
-def _learning_templates(mounts: Mapping[str, EncoderMounts]) -> Iterator[None]:
-    """What pipelines put around the two prompts that are encoded inside, one behind the other."""
+def _learning_templates(mounts: Mapping[str, EncoderMounts], *, stop: bool = False) -> Iterator[None]:
+    """What pipelines put around the two prompts that are encoded inside, one behind the other; with `stop`, no encoder runs, and what
+    the first one would be given is all that is learnt."""
     heard: dict[str, list[list[int]]] = {role: [] for role in mounts}
+
+    def note(role: str, ids: torch.Tensor) -> None:
+        heard[role].extend(ids.reshape(-1, ids.shape[-1]).tolist())
+        if stop:
+            raise _Heard
+
     for role, mount in mounts.items():
-        mount.on_ids = lambda ids, rows=heard[role]: rows.extend(ids.reshape(-1, ids.shape[-1]).tolist())
+        mount.on_ids = partial(note, role)
     try:
         yield
+    except _Heard:
+        pass
     finally:
         for mount in mounts.values():
             mount.on_ids = None

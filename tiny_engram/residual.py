@@ -13,7 +13,7 @@ import torch
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 
-__all__ = ["Spans", "apply_concept", "apply_spans", "token_norms"]
+__all__ = ["SpanRuns", "Spans", "apply_concept", "apply_spans", "moved", "spread", "token_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,57 @@ def token_norms(h: torch.Tensor) -> torch.Tensor:
     return _ordered_sum(h * h).sqrt()
 
 
-def span_mean_norm(h: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Mean of |h| over each span, repeated at its positions: h float32 `[N, width]`, length `[spans]` -> float32 `[N]`."""
+@dataclass(frozen=True, slots=True)
+class SpanRuns:
+    """Where spans lie among their N positions, on one device: int64 `owner` `[N]`, `first` and `length` `[spans]`; `longest` of them."""
+
+    owner: torch.Tensor
+    first: torch.Tensor
+    length: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, length: torch.Tensor, device: torch.device) -> "SpanRuns":
+        """Of spans of these lengths, int64 CPU `[spans]`."""
+        owner, _ = _owner_and_step(length)
+        first = length.cumsum(0) - length
+        return cls(owner.to(device), first.to(device), length.to(device), int(length.max()))
+
+
+def span_mean_norm(h: torch.Tensor, spans: torch.Tensor | SpanRuns) -> torch.Tensor:
+    """Mean of |h| over each span, repeated at its positions: h float32 `[N, width]`, lengths int64 CPU `[spans]` -> float32 `[N]`."""
     norms = token_norms(h)
-    owner, _ = _owner_and_step(length)
-    first = (length.cumsum(0) - length).to(h.device)
-    longest = int(length.max())
-    length = length.to(h.device)
-    total = torch.zeros(len(length), dtype=norms.dtype, device=h.device)
-    for step in range(longest):
+    runs = spans if isinstance(spans, SpanRuns) else SpanRuns.of(spans, h.device)
+    total = torch.zeros(len(runs.length), dtype=norms.dtype, device=h.device)
+    for step in range(runs.longest):
         # A span that is over adds an exact zero.
-        total = total + torch.where(step < length, norms[(first + step).clamp(max=len(norms) - 1)], 0.0)
-    return (total / length).index_select(0, owner.to(h.device))
+        total = total + torch.where(step < runs.length, norms[(runs.first + step).clamp(max=len(norms) - 1)], 0.0)
+    return (total / runs.length).index_select(0, runs.owner)
+
+
+def spread(rows: torch.Tensor, *, width: int, basis_seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that rows float32 `[N, columns, head_dim]` stand for in states of a width: float32 `[N, width]` each."""
+    e = rows.flatten(1)
+    return fixed_basis(e, width=width, seed=2 * basis_seed), fixed_basis(e, width=width, seed=2 * basis_seed + 1)
+
+
+def moved(
+    states: torch.Tensor,
+    spans: torch.Tensor | SpanRuns,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """States `[N, width]` of spans, or of spans of these lengths (int64 CPU `[spans]`), with the residual added, in their type.
+
+    Computed in float32, and rounded once. key and value float32 `[N, width]`, gain, bias and scale (strength * rho) float32 `[N]`, all on
+    the states' device.
+    """
+    h = states.float()
+    mean_norm = span_mean_norm(h, spans)
+    return (h + span_residual(h, key, value, gain=gain, bias=bias, scale=scale, mean_norm=mean_norm)).to(states.dtype)
 
 
 def apply_spans(
@@ -106,19 +145,9 @@ def apply_spans(
     if not len(spans):
         return hidden
     batch, time, _ = (index.to(hidden.device) for index in spans.flat())
-    width = hidden.shape[-1]
-    h = hidden[batch, time].float()
-    e = rows.to(hidden.device).flatten(1)
-    residual = span_residual(
-        h,
-        fixed_basis(e, width=width, seed=2 * basis_seed),
-        fixed_basis(e, width=width, seed=2 * basis_seed + 1),
-        gain=gain.to(hidden.device),
-        bias=bias.to(hidden.device),
-        scale=scale.to(hidden.device),
-        mean_norm=span_mean_norm(h, spans.length),
-    )
-    return hidden.index_put((batch, time), (h + residual).to(hidden.dtype))
+    key, value = spread(rows.to(hidden.device), width=hidden.shape[-1], basis_seed=basis_seed)
+    gates = (x.to(hidden.device) for x in (gain, bias, scale))
+    return hidden.index_put((batch, time), moved(hidden[batch, time], spans.length, key, value, *gates))
 
 
 def apply_concept(

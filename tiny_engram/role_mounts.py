@@ -5,18 +5,24 @@ May import all that the adapter may.
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
 from tiny_engram.config import ConceptConfig
+from tiny_engram.context_plan import ContextLayout, Reading
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.deep_mounts import encoder_layers
+from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.fast_tokenizers import fast_tokenizer
 from tiny_engram.hooks import MountError
-from tiny_engram.mount_names import GROUPS, choose_maps, choose_mounts, every_mount, find_mounts
+from tiny_engram.mount_names import GROUPS, choose_maps, choose_mounts, context_name, every_mount, find_mounts
 from tiny_engram.mounts import EncoderMounts
+from tiny_engram.place_hooks import PlaceHooks
 from tiny_engram.store import ConceptStore
 from tiny_engram.templates import PromptTemplates
 from tiny_engram.tokenizer import CompressedTokenizer
@@ -67,26 +73,25 @@ def maps_at(attentions: Sequence[Any]) -> dict[str, int]:
     return found
 
 
-def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any], owner: Any) -> tuple[EncoderMounts, ContextMounts]:
+def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHooks) -> tuple[EncoderMounts, ContextMounts]:
     """The span mount and the context mounts of one of the family's encoders, with an empty store; no hook is registered yet.
 
     Args:
         spec: the `EncoderSpec`, whose encoder the pipeline has.
-        denoiser: gives the denoiser that the pipeline has at any later time.
         owner: who the hooks belong to.
+        hooks: of the pipeline's denoisers, for all roles.
     """
     encoder, tokenizer = getattr(pipe, spec.encoder), tokenizer_of(pipe, spec)
     edges, compressed = vocabulary_of(tokenizer)
-    width, net = width_of(encoder), getattr(pipe, family.denoiser)
-    attentions, places = (family.attentions(net, spec.role) if family.attentions else ()), family.contexts(net, spec.role)
-    if "context" in family.refuses or spec.pooled:
-        attentions, places = (), {}
-    if any(getattr(getattr(module, attribute), "in_features", width) != width for module, attribute in places.values()):
-        attentions, places = (), {}  # the denoiser projects the states before its attentions read them
+    width = width_of(encoder)
+    attentions = _attentions_of(pipe, family, spec)
+    first = next(iter(attentions.values()), ())
+    readings = _readings(first)
+    columns = None if family.projected or not first else _own_columns(pipe, family, spec.role, readings)
     layers = 0 if "deep" in family.refuses else len(encoder_layers(encoder))
-    blocks = dict.fromkeys(attention.block for attention in attentions)
-    mounts = every_mount(tuple(places), blocks, layers=layers, pooled=spec.pooled)
-    store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(attentions))
+    mounts = every_mount(tuple(readings), dict.fromkeys(attention.block for attention in first), layers=layers, pooled=spec.pooled)
+    widths = _widths(mounts, first, readings) if family.projected else {}
+    store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(first), widths=widths)
     scheduler = pipe.scheduler
     norm = norm_of(encoder, spec.final_norm) if spec.final_norm else None
     special = special_ids(tokenizer)
@@ -101,6 +106,8 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
         pooled=spec.pooled,
         templates=PromptTemplates(special, compressed.pad_id if not special else min(special)),
     )
+    if family.projected:
+        mount.encoded = EncodedPositions()
     present = weakref.ref(pipe)
 
     def training_timesteps() -> int:
@@ -114,8 +121,80 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, denoiser: Callable[[], Any],
             )
         return int(number)
 
-    contexts = ContextMounts(places, mount, attentions=attentions, denoiser=denoiser, training_timesteps=training_timesteps, owner=owner)
+    def scheduled(timestep: float) -> float:
+        return timestep if family.per_timestep is None else family.per_timestep(timestep, training_timesteps())
+
+    parts = {each.encoder: weakref.ref(part) for each in family.encoders if (part := getattr(pipe, each.encoder, None)) is not None}
+
+    def consumed(embeds: Mapping[str, Any]) -> Any:
+        # Once the pipeline is gone, others may use its parts; what is read of a pipeline here is how wide they are.
+        now = present() or SimpleNamespace(**{name: part() for name, part in parts.items()})
+        return family.states(now, embeds)[spec.role]
+
+    layout = ContextLayout(
+        mounts,
+        [attention.block for attention in first],
+        training_timesteps=training_timesteps,
+        readings=readings if family.projected else None,
+        offset=spec.offset,
+        columns=columns,
+    )
+    contexts = ContextMounts(
+        mount,
+        layout,
+        places={name: family.contexts(denoiser, spec.role) for name, denoiser in family.present(pipe).items() if name in attentions},
+        attentions=attentions,
+        hooks=hooks,
+        consumed=consumed,
+        scheduled=scheduled,
+        owner=owner,
+    )
     return mount, contexts
+
+
+def _attentions_of(pipe: Any, family: Any, spec: Any) -> dict[str, Sequence[Any]]:
+    """The attentions that read the role's states, by the attribute of their denoiser: none where the family has no context mounts."""
+    if family.attentions is None or spec.pooled or "context" in family.refuses:
+        return {}
+    return {name: family.attentions(denoiser, spec.role) for name, denoiser in family.present(pipe).items()}
+
+
+def _readings(attentions: Sequence[Any]) -> dict[str, Reading]:
+    """How text stands in what each place reads."""
+    found: dict[str, Reading] = {}
+    for i, attention in enumerate(attentions):
+        for kind, attribute in (("key", attention.key), ("value", attention.value)):
+            projection = getattr(attention.module, attribute)
+            width = getattr(projection, "in_features", None) or projection.weight.shape[-1]
+            found[f"context.{i}.{kind}"] = Reading(width, attention.offset, attention.tail)
+    return found
+
+
+def _own_columns(pipe: Any, family: Any, role: str, readings: Mapping[str, Reading]) -> tuple[int, int] | None:
+    """(first, end) of the role's own states in the width of what the denoiser is given; None where all of it is."""
+    (width,) = {reading.width for reading in readings.values()}
+    numbered = torch.arange(width)[None, None]
+    own = family.states(pipe, {"prompt_embeds": numbered})[role].flatten().tolist()
+    return None if len(own) == width else (own[0], own[-1] + 1)
+
+
+def _widths(mounts: Sequence[str], attentions: Sequence[Any], readings: Mapping[str, Reading]) -> dict[str, int]:
+    """Width of what each context mount adds to, where the denoiser projects the states first.
+
+    Raises:
+        MountError: attentions of a block that read different widths: they could not share rows.
+    """
+    found: dict[str, int] = {}
+    for mount in mounts:
+        name = context_name(mount)
+        if name is None:
+            continue
+        numbers = [i for i, attention in enumerate(attentions) if attention.block == name.where] if name.shared else [int(name.where)]
+        widths = {readings[f"context.{i}.{name.kind}"].width for i in numbers}
+        if len(widths) > 1:
+            raise MountError(f"attentions of block {name.where} read widths {sorted(widths)}, expected one; they need blocks of their own")
+        found[mount] = widths.pop()
+    return found
 
 
 def tokenizer_of(pipe: Any, spec: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MovedRow", "last_hidden_state", "row_options", "take_over", "with_hidden_states", "with_last_hidden_state"]
+__all__ = ["MovedRow", "last_hidden_state", "row_options", "states_read", "take_over", "with_hidden_states", "with_last_hidden_state"]
 
 FIELDS = ("last_hidden_state", "hidden_states")
 
@@ -54,6 +54,24 @@ def with_last_hidden_state(output: Any, hidden: torch.Tensor) -> Any:
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
+def _entries(read: int | tuple[int, ...], count: int, *, earlier: bool = True) -> tuple[int, ...]:
+    """Which of so many `hidden_states` pipelines read: one number, counted as in a list, means all from the first layer's to that one
+    (clip_skip reads an earlier one) or that one alone; several mean these."""
+    if isinstance(read, int):
+        return tuple(range(1 if earlier else read % count, read % count + 1))
+    return tuple(k % count for k in read)
+
+
+def states_read(output: Any, read: int | tuple[int, ...], *, earlier: bool) -> list[torch.Tensor]:
+    """Those of an output's `hidden_states` that pipelines read, and with `earlier` those that clip_skip would read; see
+    `with_hidden_states`."""
+    if _is_named(output):
+        found = [output.get("hidden_states")]
+    else:
+        found = [x for x in output if isinstance(x, tuple) and x[0].dim() == 3] if isinstance(output, tuple) else []
+    return [states[k] for states in found if states is not None for k in _entries(read, len(states), earlier=earlier)]
+
+
 def with_hidden_states(output: Any, read: int | tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same output, in a copy, with some of its `hidden_states` changed.
 
@@ -62,8 +80,7 @@ def with_hidden_states(output: Any, read: int | tuple[int, ...], change: Callabl
     """
 
     def changed(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        count = len(states)
-        chosen = range(1, read % count + 1) if isinstance(read, int) else {k % count for k in read}
+        chosen = _entries(read, len(states))
         return tuple(change(x) if k in chosen else x for k, x in enumerate(states))
 
     if _is_named(output):

@@ -131,7 +131,8 @@ class ConceptStore:
     """All concepts at one encoder, over all of its mounts.
 
     `mounts` are all that the pipeline has at this role; a mount's place among them takes the place of a layer id in the hash.
-    `maps` holds the channels of all maps that it can have, by name. `version` changes with whatever could change a plan.
+    `widths` holds, by mount, the width of those that read another one than the encoder's; `maps` the channels of all maps that it can have,
+    by name. `version` changes with whatever could change a plan.
     """
 
     def __init__(
@@ -142,9 +143,11 @@ class ConceptStore:
         width: int,
         mounts: Sequence[str] = (SPAN,),
         maps: Mapping[str, int] | None = None,
+        widths: Mapping[str, int] | None = None,
     ) -> None:
         self.index = TriggerIndex(edges)
         self.width = width
+        self.widths = {mount: of for mount, of in (widths or {}).items() if of != width}
         self.mounts = tuple(mounts)
         self.maps = dict(maps or {})
         self._place = {mount: k for k, mount in enumerate(self.mounts)}
@@ -160,7 +163,7 @@ class ConceptStore:
 
     def empty(self) -> "ConceptStore":
         """A store for the same mounts with nothing loaded."""
-        return ConceptStore(self.index.edges, self.compressed, width=self.width, mounts=self.mounts, maps=self.maps)
+        return ConceptStore(self.index.edges, self.compressed, width=self.width, mounts=self.mounts, maps=self.maps, widths=self.widths)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -206,15 +209,20 @@ class ConceptStore:
         """The maps that a loaded concept has."""
         return tuple(self._members[name].maps)
 
+    def width_at(self, mount: str) -> int:
+        """Width of the states that a mount adds to."""
+        return self.widths.get(mount, self.width)
+
     def bank_for(self, config: ConceptConfig, mount: str = SPAN) -> RowBank:
         """The bank that concepts of this shape share at a mount; made on demand."""
-        shape = RowBank.shape_of(config, self.width)
+        width = self.width_at(mount)
+        shape = RowBank.shape_of(config, width)
         key = (mount, shape)
         if key not in self._banks:
             table = next((bank.table for bank in self._banks.values() if bank.shape == shape), None)
             self._banks[key] = RowBank(
                 config,
-                width=self.width,
+                width=width,
                 mount_index=self._place[mount],
                 pad_id=self.compressed.pad_id,
                 compressed_vocab=self.compressed.size,

@@ -1,25 +1,31 @@
-"""Watches the denoiser: were the prompts of this run really encoded with the concepts? May import contexts, encoded, hooks and mounts."""
+"""Watches the denoisers: were the prompts of this run really encoded with the concepts? May import contexts, denoiser_call, encoded, hooks
+and mounts."""
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from tiny_engram.contexts import ContextMounts
+from tiny_engram.denoiser_call import read_call
 from tiny_engram.encoded import count_prompts
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.mounts import EncoderMounts
+from tiny_engram.probe import prove
 
 __all__ = ["DenoiserWatch"]
 
 
 class DenoiserWatch(HookSet):
-    """Hooks around the denoiser. Other features (textual inversion, PEFT, offload cycles) may drop hooks from an encoder, replace it, or
-    bypass it with embeddings made elsewhere; each would silently draw without the concepts. So would attention that passes the context
-    mounts by.
+    """Hooks around each denoiser of a pipeline.
+
+    Other features (textual inversion, PEFT, offload cycles) may drop hooks from an encoder, replace it, or bypass it with embeddings made
+    elsewhere; each would silently draw without the concepts. So would attention that passes the context mounts by.
 
     `active` names the concepts that can fire at an encoder's own states; `encoders` maps each role to (attribute name, the pipeline's
     present encoder or None once the pipeline is gone).
@@ -27,7 +33,8 @@ class DenoiserWatch(HookSet):
 
     def __init__(
         self,
-        denoiser: nn.Module,
+        family: Any,
+        denoisers: Mapping[str, nn.Module],
         mounts: Mapping[str, EncoderMounts],
         contexts: Mapping[str, ContextMounts],
         *,
@@ -36,9 +43,14 @@ class DenoiserWatch(HookSet):
         encoders: Callable[[], Mapping[str, tuple[str, nn.Module | None]]],
     ) -> None:
         self.hooks = [
-            CallHook(denoiser, self._before, owner, pre=True, strict=False),
-            CallHook(denoiser, self._after, owner, pre=False, strict=False),
+            hook
+            for name, module in denoisers.items()
+            for hook in (
+                CallHook(module, partial(self._before, name, weakref.ref(module)), owner, pre=True, strict=False),
+                CallHook(module, self._after, owner, pre=False, strict=False),
+            )
         ]
+        self._family = family
         self._contexts = contexts
         self._mounts, self._active, self._encoders = mounts, active, encoders
         self.seconds = 0.0
@@ -51,14 +63,18 @@ class DenoiserWatch(HookSet):
         self._names = None
         self._counted = False
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, name: str, module: weakref.ref[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()
+        call = read_call(self._family, name, module(), args, kwargs)
         for contexts in self._contexts.values():
-            contexts.begin(kwargs["timestep"] if "timestep" in kwargs else args[1] if len(args) > 1 else None)
+            contexts.begin(call)
         if self._names is None:
             self._names = self._active()
         if self._names or any(mount.store.active_at_denoiser for mount in self._mounts.values()):
-            self._check(kwargs["encoder_hidden_states"] if "encoder_hidden_states" in kwargs else args[2] if len(args) > 2 else None)
+            self._check(next(iter(call.embeds.values()), None))
+            for role, mount in self._mounts.items():
+                if mount.proof:
+                    prove(mount, self._contexts[role].consumed(call))
         self.seconds += time.perf_counter() - begin
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -86,7 +102,8 @@ class DenoiserWatch(HookSet):
 
     def _count(self, names: list[str], states: Any) -> None:
         """Warn if more prompts are drawn than were encoded since the change: a pipeline that is given embeddings encodes the rest alone."""
-        drawn = count_prompts(states) if isinstance(states, torch.Tensor) and states.dim() == 3 else 1
+        rows = states if isinstance(states, list) else [states] if isinstance(states, torch.Tensor) and states.dim() == 3 else []
+        drawn = count_prompts(rows) if rows else 1
         encoded = max(mount.prompts - self._prompts[role] for role, mount in self._mounts.items())
         if encoded < drawn:
             some = f"only {encoded} of {drawn} prompts {'was' if encoded == 1 else 'were'}" if encoded else "no prompt was"

@@ -1,9 +1,10 @@
 """The latent bank: compositions encoded once, captions tokenised once. Training then never decodes a picture.
 
     python assets/recipe/bank.py --count 600000
+    python assets/recipe/bank.py --base emoji-pixart
 
-Writes build/base/run/bank.pt: latents float16 `[N, 12, 16, 16]`, ids int32 `[N, 77]`, end int64 `[N]` (the position of
-the end-of-text token; everything from there on is padding).
+Writes bank.pt into the base's run folder: latents float16 `[N, 12, 16, 16]`, ids int32 `[N, 77 or 32]`, end int64 `[N]` (the
+position of the end-of-text token; everything behind it is padding).
 """
 
 from __future__ import annotations
@@ -11,20 +12,14 @@ from __future__ import annotations
 import argparse
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
-from transformers import CLIPTokenizer
 
+from bases import BASES, Base, add_base
 from captions import COLOURS, caption
 from compose import BUILD, STYLES, Compositor, Layout, load_names, random_layout, reserved
-from models import build_vae
 
-TOKENIZER = Path(__file__).resolve().parents[1] / "bases" / "emoji-sd" / "tokenizer"
 EMPTY_SHARE = 0.1
 MADE_UP_SHARE = 0.1
 _ONSET = [
@@ -72,22 +67,6 @@ def _captions_of(task) -> list[str]:
     return texts
 
 
-def whole_words(tokenizer) -> list[str]:
-    """The vocabulary's alphabetic tokens that are words of their own (CLIP marks a word's end)."""
-    words = (token.removesuffix("</w>") for token in tokenizer.get_vocab() if token.endswith("</w>"))
-    return sorted(w for w in words if w.isascii() and w.isalpha() and len(w) > 2)
-
-
-def fast_backend(tokenizer) -> Tokenizer:
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.enable_truncation(77)
-    backend.enable_padding(length=77, pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token)
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    special = [(bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)]
-    backend.post_processor = TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=special)
-    return backend
-
-
 def captions_for(layout: Layout, names: list[str], vocabulary: list[str], *, seed: int, workers: int) -> list[str]:
     columns = [t.numpy() for t in (layout.style, layout.colour, layout.left, layout.right)]
     size = 20_000
@@ -100,34 +79,36 @@ def captions_for(layout: Layout, names: list[str], vocabulary: list[str], *, see
         return [text for part in pool.map(_captions_of, tasks) for text in part]
 
 
-def tokenise(texts: list[str], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    backend = fast_backend(tokenizer)
+def tokenise(texts: list[str], tokenizer, base: Base) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int32 `[N, tokens]` and the place of the end token int64 `[N]`."""
+    backend = base.backend(tokenizer)
     ids = torch.tensor(np.array([e.ids for e in backend.encode_batch(texts)], dtype=np.int32))
     return ids, (ids == tokenizer.eos_token_id).int().argmax(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_base(parser)
     parser.add_argument("--count", type=int, default=600_000)
     parser.add_argument("--pairs", type=float, default=0.42)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=8)
     args = parser.parse_args()
+    base = BASES[args.base]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.time()
     names = load_names()
     train = np.array([i for i, n in enumerate(names) if not n["held_out"]])
     layout = random_layout(int(args.count * 1.1), train, pairs=args.pairs, seed=args.seed)
     layout = layout[~reserved(layout)]
-    tokenizer = CLIPTokenizer.from_pretrained(TOKENIZER)
-    texts = captions_for(layout, [n["name"] for n in names], whole_words(tokenizer), seed=args.seed, workers=args.workers)
+    tokenizer = base.tokenizer()
+    texts = captions_for(layout, [n["name"] for n in names], base.whole_words(tokenizer), seed=args.seed, workers=args.workers)
     print("\n".join(texts[:12]), flush=True)
-    ids, end = tokenise(texts, tokenizer)
+    ids, end = tokenise(texts, tokenizer, base)
     print(f"{len(texts)} captions, {time.time() - started:.0f} s", flush=True)
 
     compositor = Compositor(np.load(BUILD / "sprites.npz")["rgba"], device)
-    vae = build_vae().to(device, memory_format=torch.channels_last)
-    vae.load_state_dict(load_file(BUILD / "run" / "vae.safetensors"))
+    vae = base.vae(base.run).to(device, memory_format=torch.channels_last)
     vae.requires_grad_(False).eval()
     latents = torch.empty(len(layout), vae.config.latent_channels, 16, 16, dtype=torch.float16)
     if device == "cuda":
@@ -137,7 +118,8 @@ def main() -> None:
         with torch.no_grad(), torch.autocast(device, torch.float16, enabled=device == "cuda"):
             pictures = compositor(part).contiguous(memory_format=torch.channels_last)
             latents[start : start + len(part)] = vae.encode(pictures).latent_dist.mode().half()
-    torch.save({"latents": latents.cpu(), "ids": ids, "end": end}, BUILD / "run" / "bank.pt")
+    base.run.mkdir(parents=True, exist_ok=True)
+    torch.save({"latents": latents.cpu(), "ids": ids, "end": end}, base.run / "bank.pt")
     print(f"bank {tuple(latents.shape)} std {latents[:4096].float().std().item():.3f}, {time.time() - started:.0f} s", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Rebuilds the embedded base from its sources: every stage in order, those that are finished left out.
+"""Rebuilds the embedded bases from their sources: every stage in order, those that are finished left out.
 
     python assets/recipe/build.py              # go on where the last run stopped
     python assets/recipe/build.py --list       # say what is finished and what is not; run nothing
@@ -21,6 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE, DATA, RUN = Path("assets/recipe"), Path("build/base"), Path("build/base/run")
 BASE, BENCHMARKS = Path("assets/bases/emoji-sd"), Path("benchmarks")
+# The second base, whose autoencoder is the first one's.
+DIT, DIT_RUN, OF_DIT = Path("assets/bases/emoji-pixart"), Path("build/base/run-pixart"), ("--base", "emoji-pixart")
+VAE_WEIGHTS = BASE / "vae" / "diffusion_pytorch_model.safetensors"
+DIT_WEIGHTS = DIT / "transformer" / "diffusion_pytorch_model.safetensors"
 SPRITES = (DATA / "sprites.npz", DATA / "names.json")
 
 
@@ -42,7 +46,10 @@ STAGES = (
     Stage(script=RECIPE / "sources.py", outputs=tuple(DATA / "sources" / n / "package.json" for n in ("fluent", "noto", "openmoji"))),
     Stage(script=RECIPE / "sprites.py", inputs=(RECIPE / "subjects.txt",), outputs=(*SPRITES, DATA / "extra.npz")),
     Stage(script=RECIPE / "renders.py", outputs=(DATA / "renders.npz",)),
-    Stage(script=RECIPE / "clip_tokenizer.py", outputs=(BASE / "tokenizer" / "vocab.json", BASE / "tokenizer" / "merges.txt")),
+    Stage(
+        script=RECIPE / "fetch_tokenizers.py",
+        outputs=(BASE / "tokenizer" / "vocab.json", BASE / "tokenizer" / "merges.txt", DIT / "tokenizer" / "tokenizer.json"),
+    ),
     Stage(
         script=RECIPE / "train_vae.py",
         arguments=("--steps", "3118"),
@@ -65,7 +72,7 @@ STAGES = (
     ),
     Stage(
         script=RECIPE / "classifiers.py",
-        inputs=(*SPRITES, BASE / "vae" / "diffusion_pytorch_model.safetensors"),
+        inputs=(*SPRITES, VAE_WEIGHTS),
         outputs=(BENCHMARKS / "classifiers.safetensors",),
     ),
     Stage(
@@ -80,12 +87,45 @@ STAGES = (
         inputs=(BENCHMARKS / "results" / "base.json",),
         outputs=(BASE / "README.md",),
     ),
+    Stage(
+        script=RECIPE / "bank.py",
+        arguments=(*OF_DIT, "--count", "800000"),
+        inputs=(*SPRITES, VAE_WEIGHTS, DIT / "tokenizer" / "tokenizer.json"),
+        outputs=(DIT_RUN / "bank.pt",),
+        passing=True,
+    ),
+    Stage(
+        script=RECIPE / "train_denoiser.py",
+        arguments=(*OF_DIT, "--steps", "18855", "--stop-after", "600"),
+        inputs=(DIT_RUN / "bank.pt",),
+        state=DIT_RUN / "denoiser.pt",
+        outputs=(DIT_RUN / "transformer.safetensors", DIT_RUN / "text_encoder.safetensors", DIT_RUN / "denoiser.json"),
+    ),
+    Stage(
+        script=RECIPE / "export.py",
+        arguments=OF_DIT,
+        inputs=tuple(DIT_RUN / f"{part}.safetensors" for part in ("transformer", "text_encoder")),
+        outputs=(DIT / "model_index.json", DIT_WEIGHTS, DIT / "metrics.json"),
+    ),
+    Stage(
+        script=BENCHMARKS / "base.py",
+        arguments=OF_DIT,
+        inputs=(DIT_WEIGHTS, BENCHMARKS / "classifiers.safetensors", BENCHMARKS / "results" / "base.json"),
+        outputs=(BENCHMARKS / "results" / "base-dit.json",),
+    ),
+    Stage(script=RECIPE / "samples.py", arguments=OF_DIT, inputs=(DIT_WEIGHTS,), outputs=(DIT / "samples.png",)),
+    Stage(
+        script=BENCHMARKS / "tables.py",
+        arguments=(str(DIT / "README.md"),),
+        inputs=(BENCHMARKS / "results" / "base-dit.json",),
+        outputs=(DIT / "README.md",),
+    ),
 )
 
 
-def halted() -> bool:
-    """Whether the denoiser's training has ended before its last step."""
-    path = ROOT / RUN / "denoiser.json"
+def halted(state: Path) -> bool:
+    """Whether the training that keeps its unfinished work there has ended before its last step."""
+    path = (ROOT / state).with_suffix(".json")
     metrics = json.loads(path.read_text()) if path.exists() else {"steps": 0, "of": 0}
     return metrics["steps"] < metrics["of"]
 
@@ -101,7 +141,7 @@ def finished(index: int) -> bool:
     outputs = [ROOT / path for path in stage.outputs]
     if not all(path.exists() for path in outputs):
         return stage.passing and finished(index + 1)
-    if stage.script.name == "train_denoiser.py" and halted():
+    if stage.state and halted(stage.state):
         return False
     return newest_input(stage) <= min(path.stat().st_mtime for path in outputs)
 
@@ -125,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     for index, stage in enumerate(STAGES):
         if args.list:
-            print(f"{'finished' if finished(index) else 'to do':9}{stage.script}")
+            print(f"{'finished' if finished(index) else 'to do':9}{' '.join((str(stage.script), *stage.arguments))}")
             continue
         while not finished(index):
             run(stage)

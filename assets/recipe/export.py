@@ -1,9 +1,11 @@
-"""Assembles the pipeline folder from what the training scripts left: fp16 weights, loadable with plain from_pretrained.
+"""Assembles a base's pipeline folder from what the training scripts left: fp16 weights, loadable with plain from_pretrained.
 
     python assets/recipe/export.py                      # build/base/run -> assets/bases/emoji-sd
+    python assets/recipe/export.py --base emoji-pixart  # build/base/run-pixart -> assets/bases/emoji-pixart
     python assets/recipe/export.py --to DIR
 
-What the scripts measured while training goes beside the weights, as metrics.json.
+What the scripts measured while training goes beside the weights, as metrics.json. An autoencoder that is kept with another
+base is linked to, not copied.
 """
 
 from __future__ import annotations
@@ -14,53 +16,53 @@ import shutil
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusionPipeline
-from safetensors.torch import load_file
-from transformers import CLIPTokenizer
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_model
 
-from bank import TOKENIZER
-from compose import BUILD
-from models import build_scheduler, build_text_encoder, build_unet, build_vae
+from bases import BASES, Base, add_base
 
 
-def assemble(run: Path = BUILD / "run", tokenizer: Path = TOKENIZER) -> StableDiffusionPipeline:
+def assemble(base: Base, run: Path) -> DiffusionPipeline:
     """The pipeline with the weights of a training run, rounded to fp16 as they are shipped, held in fp32."""
-    parts = {"vae": build_vae(), "text_encoder": build_text_encoder(), "unet": build_unet()}
+    text_encoder, denoiser = base.build()
+    parts = {"text_encoder": text_encoder, base.denoiser: denoiser}
     for name, module in parts.items():
-        module.load_state_dict(load_file(run / f"{name}.safetensors"))
+        load_model(module, run / f"{name}.safetensors")
+    parts["vae"] = base.vae(run)
+    for module in parts.values():
         module.half().float().eval()
-    return StableDiffusionPipeline(
-        **parts,
-        tokenizer=CLIPTokenizer.from_pretrained(tokenizer),
-        scheduler=build_scheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    return base.pipeline(**parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, default=BUILD / "run")
-    parser.add_argument("--to", type=Path, default=TOKENIZER.parent)
+    add_base(parser)
+    parser.add_argument("--run", type=Path, help="default: the base's own run folder")
+    parser.add_argument("--to", type=Path, help="default: the base's folder under assets/bases")
     args = parser.parse_args()
-    pipe = assemble(args.run)
+    base = BASES[args.base]
+    run, target = args.run or base.run, args.to or base.folder
+    pipe = assemble(base, run)
     pipe.to(dtype=torch.float16)
-    tokenizer = args.to / "tokenizer"
-    kept = args.to / "tokenizer.kept"
+    tokenizer, kept, vae = target / "tokenizer", target / "tokenizer.kept", target / "vae"
     if tokenizer.exists():
         shutil.move(tokenizer, kept)
-    pipe.save_pretrained(args.to)
+    if vae.is_symlink():
+        vae.unlink()
+    pipe.save_pretrained(target)
     # transformers loads a model in the dtype its config names: the file is fp16, the pipeline that plain from_pretrained makes is fp32
-    config = args.to / "text_encoder" / "config.json"
+    config = target / "text_encoder" / "config.json"
     config.write_text(config.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
     if kept.exists():
         # the files of the tokenizer's source stay as they came
         shutil.rmtree(tokenizer)
         shutil.move(kept, tokenizer)
-    metrics = {part: json.loads((args.run / f"{part}.json").read_text()) for part in ("vae", "denoiser")}
-    (args.to / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-    print(f"written to {args.to}")
+    if base.vae_of and (target.parent / base.vae_of / "vae").exists():
+        shutil.rmtree(vae)
+        vae.symlink_to(Path("..", base.vae_of, "vae"), target_is_directory=True)
+    metrics = {part: json.loads((run / f"{part}.json").read_text()) for part in ("vae", "denoiser") if (run / f"{part}.json").exists()}
+    (target / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    print(f"written to {target}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""The shapes of the embedded Stable Diffusion base: real diffusers and transformers classes, small.
+"""The shapes of the embedded bases: real diffusers and transformers classes, small.
 
-Sizes are bounded by the repository (a checkout must stay light): in fp16 the autoencoder takes 6.6 MB, the text encoder
-14.3 MB (most of it CLIP's 49,408 token embeddings), the UNet 19.0 MB.
+Sizes are bounded by the repository (a checkout must stay light): in fp16 the autoencoder, which both bases share, takes 6.6 MB;
+CLIP text encoder 14.3 MB (most of it 49,408 token embeddings) and UNet 19.0 MB; T5 encoder 6.8 MB (of it 32,128 token embeddings
+6.2) and diffusion transformer 7.1 MB.
 """
 
 from __future__ import annotations
 
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel
+from diffusers import AutoencoderKL, DDIMScheduler, PixArtTransformer2DModel, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 LATENT_CHANNELS = 12
 WIDTH = 128
+T5_WIDTH = 96
+HEADS, HEAD_WIDTH = 5, 32
 
 
 def build_vae() -> AutoencoderKL:
@@ -60,6 +63,37 @@ def build_unet() -> UNet2DConditionModel:
         attention_head_dim=(3, 6),
         norm_num_groups=32,
         use_linear_projection=True,
+    )
+
+
+def build_t5() -> T5EncoderModel:
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=32128,
+            d_model=T5_WIDTH,
+            d_kv=T5_WIDTH // 4,
+            d_ff=160,
+            num_layers=4,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            # nothing is seen often enough to be learned by heart
+            dropout_rate=0.0,
+        )
+    )
+
+
+def build_transformer() -> PixArtTransformer2DModel:
+    """256 tokens of one latent place each. As many channels out as in: no variance is learned."""
+    return PixArtTransformer2DModel(
+        sample_size=16,
+        patch_size=1,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=8,
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD_WIDTH,
+        cross_attention_dim=HEADS * HEAD_WIDTH,
+        caption_channels=T5_WIDTH,
     )
 
 

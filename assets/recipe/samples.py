@@ -1,20 +1,22 @@
-"""Draws assets/bases/emoji-sd/samples.png: twelve prompts, two seeds each, with the prompts beneath, for the model card.
+"""Draws a base's samples.png: twelve prompts, two seeds each, with the prompts beneath, for the model card.
 
     python assets/recipe/samples.py
+    python assets/recipe/samples.py --base emoji-pixart
 
 The prompts are fixed and the seeds are 0 and 1: nothing is picked by hand.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 
-BASE = Path(__file__).resolve().parents[1] / "bases" / "emoji-sd"
+from bases import BASES, add_base
+
 SEEDS = (0, 1)
 PROMPTS = (
     "a 3d cat on a blue background", "a flat cat on a yellow background", "an outlined cat on a pink background",
@@ -39,15 +41,18 @@ def wrapped(text: str, font, width: int) -> str:
 
 
 def main() -> None:
-    pipe = StableDiffusionPipeline.from_pretrained(BASE, dtype=torch.float32)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_base(parser)
+    base = BASES[parser.parse_args().base]
+    pipe = DiffusionPipeline.from_pretrained(base.folder, dtype=torch.float32)
     pipe.to("cuda" if torch.cuda.is_available() else "cpu")
     pipe.set_progress_bar_config(disable=True)
     rows = []
     for seed in SEEDS:
         generators = [torch.Generator("cpu").manual_seed(seed) for _ in PROMPTS]
-        images, _ = pipe(
-            list(PROMPTS), num_inference_steps=25, guidance_scale=4.0, generator=generators, output_type="np", return_dict=False
-        )
+        images = pipe(
+            list(PROMPTS), num_inference_steps=25, guidance_scale=4.0, generator=generators, output_type="np", **base.call
+        ).images
         rows.append(np.rint(images * 255).astype(np.uint8))
     font = ImageFont.load_default(size=11)
     bands = -(-len(PROMPTS) // COLUMNS)
@@ -61,8 +66,9 @@ def main() -> None:
         draw.multiline_text((left, top + len(SEEDS) * SIDE + 2), wrapped(prompt, font, SIDE), fill="black", font=font, spacing=1)
     # Seven bits a colour: a fifth less to keep in the repository, and no eye sees it.
     coarse = np.asarray(sheet) // 2 * 2
-    Image.fromarray(np.where(coarse == 254, 255, coarse).astype(np.uint8)).save(BASE / "samples.png", optimize=True)
-    print(f"{(BASE / 'samples.png').stat().st_size / 1e3:.0f} kB")
+    path = base.folder / "samples.png"
+    Image.fromarray(np.where(coarse == 254, 255, coarse).astype(np.uint8)).save(path, optimize=True)
+    print(f"{path.stat().st_size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

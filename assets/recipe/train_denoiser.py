@@ -1,12 +1,13 @@
-"""Trains the base's UNet and text encoder on the latent bank; writes build/base/run/{unet,text_encoder}.safetensors (fp32 EMA).
+"""Trains a base's denoiser and text encoder on the latent bank; writes both into its run folder (safetensors, fp32 EMA).
 
     python assets/recipe/train_denoiser.py --steps 16000
+    python assets/recipe/train_denoiser.py --base emoji-pixart
     python assets/recipe/train_denoiser.py --minutes 17 --stop-after 560     # in pieces; the next call resumes
 
 Besides the usual recipe (v-prediction, zero terminal SNR, EMA), two things make the base one that can be taught a word
 it never saw: a tenth of the captions name their thing by a made-up word (bank.py), and for half of the pictures
 the text states from the end-of-text token on are those of the empty prompt, so that what a word means is read
-where the word stands, not from the padding behind it.
+where the word stands, not from the end token and the padding behind it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ import math
 import time
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 
-from compose import BUILD
-from models import build_scheduler, build_text_encoder, build_unet
-
-RUN = BUILD / "run"
+from bases import BASES, add_base
+from models import build_scheduler
 
 
 def loss_weights(snr: torch.Tensor, gamma: float = 5.0) -> torch.Tensor:
@@ -31,15 +30,9 @@ def loss_weights(snr: torch.Tensor, gamma: float = 5.0) -> torch.Tensor:
     return ((gamma + 1) / (snr + 1)).clamp(max=1)
 
 
-def scale_embeddings(text_encoder) -> None:
-    """CLIP's own deviation for token embeddings; position embeddings smaller."""
-    embeddings = text_encoder.get_input_embeddings()
-    torch.nn.init.normal_(embeddings.weight, std=0.35)
-    torch.nn.init.normal_(text_encoder.embeddings.position_embedding.weight, std=0.1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_base(parser)
     parser.add_argument("--steps", type=int, default=16_000)
     parser.add_argument("--minutes", type=float, help="choose the number of steps from the measured speed instead")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="save and leave after so many seconds; call again to go on")
@@ -52,22 +45,24 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    random = torch.cuda if device == "cuda" else torch
+    base = BASES[args.base]
     started = time.time()
 
-    bank = torch.load(RUN / "bank.pt", map_location=device)
-    unet = build_unet().to(device, memory_format=torch.channels_last)
-    text_encoder = build_text_encoder().to(device)
-    scale_embeddings(text_encoder)
+    bank = torch.load(base.run / "bank.pt", map_location=device)
+    text_encoder, denoiser = base.build()
+    text_encoder.to(device)
+    denoiser.to(device, memory_format=torch.channels_last)
     table = text_encoder.get_input_embeddings().weight
     # a token that no caption holds keeps the norm it was given, so an unknown word still looks like a word
-    decayed = [p for m in (unet, text_encoder) for p in m.parameters() if p is not table and p.ndim > 1]
-    plain = [p for m in (unet, text_encoder) for p in m.parameters() if p.ndim <= 1]
+    decayed = [p for m in (denoiser, text_encoder) for p in m.parameters() if p is not table and p.ndim > 1]
+    plain = [p for m in (denoiser, text_encoder) for p in m.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": [*plain, table], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=device == "cuda")
     parameters = decayed + plain + [table]
     average = [p.detach().clone() for p in parameters]
     step, total, spent = 0, args.steps, 0.0
-    resume = RUN / "denoiser.pt"
+    resume = base.run / "denoiser.pt"
     if resume.exists():
         state = torch.load(resume, map_location=device)
         for p, saved, mean, smooth in zip(parameters, state["parameters"], average, state["average"], strict=True):
@@ -75,26 +70,25 @@ def main() -> None:
             mean.copy_(smooth)
         optimizer.load_state_dict(state["optimizer"])
         step, total, spent = state["step"], state["total"], state["spent"]
-        torch.manual_seed(args.seed + step)
+        random.set_rng_state(state["random"].cpu())
         print(f"resumed at step {step} of {total}", flush=True)
 
     alphas = build_scheduler().alphas_cumprod.to(device)
     signal, noise_level = alphas.sqrt(), (1 - alphas).sqrt()
     weights = loss_weights(alphas / (1 - alphas).clamp(min=1e-12))
-    positions = torch.arange(77, device=device)
+    positions = torch.arange(base.tokens, device=device)
     tokens = bank["ids"].to(device)
     end = bank["end"].to(device)
-    empty = torch.full((1, 77), 49407, device=device)
-    empty[0, 0] = 49406
+    empty = base.empty().to(device)
 
     def forward(latents, ids, end, anonymous, timestep, noise):
-        states = text_encoder(ids)[0]
-        blank = text_encoder(empty)[0]
+        states = base.encode(text_encoder, ids)
+        blank = base.encode(text_encoder, empty)
         behind = (positions[None] >= end[:, None]) & anonymous[:, None]
         states = torch.where(behind[:, :, None], blank, states)
         a = signal[timestep].view(-1, 1, 1, 1)
         s = noise_level[timestep].view(-1, 1, 1, 1)
-        predicted = unet(a * latents + s * noise, timestep, states, return_dict=False)[0]
+        predicted = base.predict(denoiser, a * latents + s * noise, timestep, states, ids)
         error = (predicted.float() - (a * noise - s * latents)).square().mean((1, 2, 3))
         return (weights[timestep] * error).mean(), error.mean()
 
@@ -138,17 +132,17 @@ def main() -> None:
     seconds = spent + time.time() - started
     state = {
         "parameters": [p.detach() for p in parameters], "average": average, "optimizer": optimizer.state_dict(),
-        "step": step, "total": total, "spent": seconds,
+        "step": step, "total": total, "spent": seconds, "random": random.get_rng_state(),
     }  # fmt: skip
     torch.save(state, resume.with_suffix(".tmp"))
     resume.with_suffix(".tmp").rename(resume)
     with torch.no_grad():
         for p, a in zip(parameters, average, strict=True):
             p.copy_(a)
-    for name, module in (("unet", unet), ("text_encoder", text_encoder)):
-        save_file({k: v.contiguous().cpu() for k, v in module.state_dict().items()}, RUN / f"{name}.safetensors")
+    for name, module in ((base.denoiser, denoiser), ("text_encoder", text_encoder)):
+        save_model(module, str(base.run / f"{name}.safetensors"))
     metrics = {"steps": step, "of": total, "batch": args.batch, "v_error": running.item(), "seconds": round(seconds)}
-    (RUN / "denoiser.json").write_text(json.dumps(metrics, indent=1))
+    (base.run / "denoiser.json").write_text(json.dumps(metrics, indent=1))
     print(json.dumps(metrics) + (" halted" if halted else ""), flush=True)
 
 

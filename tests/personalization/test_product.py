@@ -89,7 +89,8 @@ def test_a_step_of_teaching_is_the_bench_s(base, adapter, run, taught, product, 
     contexts = adapter.contexts[ROLE]
     draws = [objective.draw(0, 0, i, SAMPLES) for i in range(SAMPLES)]
     with contexts.held():
-        loss = loop.denoising_loss(base.pipe, module, contexts, loop._Data(data.means, data.stds, captions, choices, []), draws, config)
+        held = loop._Data(data.means, data.stds, captions, choices, [], adapter.family)
+        loss = loop.denoising_loss(base.pipe, module, contexts, held, draws, config)
         loss.backward()
 
     plan = bench._Plan.of(base, ours, [data], 1, SAMPLES)

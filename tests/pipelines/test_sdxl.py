@@ -125,7 +125,7 @@ def test_a_copy_says_that_it_has_none_of_it(xl, adapted):
 
 
 def test_what_it_cannot_do_yet_is_said(xl, adapted, pipe, tiny, tmp_path):
-    with pytest.raises(TinyEngramError, match="of the family stable-diffusion-xl: expected stable-diffusion-1, which can be taught so far"):
+    with pytest.raises(TinyEngramError, match="of the family stable-diffusion-xl: expected stable-diffusion-1 or pixart, which can be"):
         train(xl, TrainConfig(train_data_dir=str(tmp_path), trigger="zq", output_dir=str(tmp_path / "out")))
     with pytest.raises(TinyEngramError):
         adapted.new_concept("zq", config=tiny_engram.ConceptConfig(mounts=("context.value",)))

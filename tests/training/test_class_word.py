@@ -10,7 +10,8 @@ from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept
-from tiny_engram.training.class_word import CARRIERS, _pairs, _tokens, place_of_word, start_at_word
+from tiny_engram.training.class_word import CARRIERS, _pairs, place_of_word, start_at_word
+from tiny_engram.training.reading import read_texts
 
 ROLE = "clip_l"
 
@@ -27,7 +28,7 @@ def test_the_trigger_s_states_come_near_the_word_s(pipe, adapter):
     start = found["span"]
     pairs = _pairs(adapter, concept, ROLE, "lamp")
     assert len(pairs.spans) == 2 * len(CARRIERS) and start.rows.shape == concept.mount_rows(ROLE).rows().shape
-    states, words = (pipe.text_encoder(ids)[0] for ids in (pairs.triggers, pairs.words))
+    states, words = (pipe.text_encoder(tokens.ids)[0] for tokens in (pairs.triggers, pairs.words))
     moved = apply_concept(states, pairs.spans, fake_quantize(start.rows), start.gain, start.bias, rho=4.0)
     batch, time, position = pairs.spans.flat()
     target = words[batch, pairs.there]
@@ -72,14 +73,14 @@ def test_tokens_are_paired_from_the_end(pipe, adapter):
         assert torch.equal(pairs.there, expected) and (pairs.there != time).any()
 
 
-def test_a_word_is_found_where_its_characters_are(pipe):
+def test_a_word_is_found_where_its_characters_are(pipe, adapter):
     texts = [text.format("lamp") for text in CARRIERS]
-    ids, characters = _tokens(pipe.tokenizer, texts)
+    tokens = read_texts(adapter, ROLE, texts)
     (lamp,) = pipe.tokenizer("lamp", add_special_tokens=False).input_ids[-1:]
     for row, (text, carrier) in enumerate(zip(texts, CARRIERS, strict=True)):
-        first, length = place_of_word(carrier, "lamp", characters[row]) or (-1, 0)
-        assert int(ids[row, first + length - 1]) == lamp, text
-    assert place_of_word("a {0}", "lamp" * 200, _tokens(pipe.tokenizer, ["a " + "lamp" * 200])[1][0]) is None
+        first, length = place_of_word(carrier, "lamp", tokens.characters[row]) or (-1, 0)
+        assert int(tokens.ids[row, first + length - 1]) == lamp, text
+    assert place_of_word("a {0}", "lamp" * 200, read_texts(adapter, ROLE, ["a " + "lamp" * 200]).characters[0]) is None
 
 
 def test_what_cannot_start_is_refused(adapter):

@@ -1,5 +1,5 @@
 """The engine: one pipeline, one thread that touches it. Every request is served alone and in turn, so that a picture is what it would be
-if nobody else were there. May import errors, cards, requests, shelf, trigger_book and the adapter; nothing of gradio.
+if nobody else were there. May import errors, cards, requests, shelf, trigger_book, training and the adapter; nothing of gradio.
 """
 
 import inspect
@@ -29,6 +29,7 @@ from tiny_engram.studio.errors import StudioError
 from tiny_engram.studio.requests import GenerateRequest, GenerateResult, checked_text, difference_of
 from tiny_engram.studio.shelf import Shelf
 from tiny_engram.studio.trigger_book import TriggerBook
+from tiny_engram.training.validation import native_size
 from tiny_engram.triggers import CompiledTrigger
 
 __all__ = ["Cancelled", "Engine", "GenerateRequest", "GenerateResult", "Loaded"]
@@ -120,8 +121,8 @@ class Engine:
     @property
     def native_size(self) -> tuple[int, int] | None:
         """(width, height) in pixels of the pictures that the base was made for; None if it does not say."""
-        side, factor = getattr(getattr(getattr(self._pipe, "unet", None), "config", None), "sample_size", None), self._factor
-        return (side * factor, side * factor) if isinstance(side, int) else None
+        side = native_size(self._pipe)
+        return None if side is None else (side, side)
 
     def cleaning(self, text: str) -> str:
         """What the pipeline's own cleaning of captions makes of a text; the text itself where the pipeline has none."""
@@ -338,8 +339,9 @@ class Engine:
         if width is None and height is None:
             return {} if native is None else {"width": native[0], "height": native[1]}
         width, height = (width or height or 0), (height or width or 0)
-        levels = len(getattr(getattr(getattr(self._pipe, "unet", None), "config", None), "block_out_channels", (0,)))
-        grain = factor * 2 ** (levels - 1)
+        denoiser = getattr(self._pipe, self._adapter.family.denoiser).config
+        # a UNet halves its pictures at all scales but the last; a transformer cuts them into patches
+        grain = factor * 2 ** (len(getattr(denoiser, "block_out_channels", (0,))) - 1) * getattr(denoiser, "patch_size", 1)
         for what, value in (("width", width), ("height", height)):
             if value % grain:
                 raise StudioError(f"{what} is {value}, expected a multiple of {grain} pixels, such as {max(grain, value // grain * grain)}")
@@ -359,8 +361,9 @@ class Engine:
             "guidance_scale": request.guidance,
             "generator": torch.Generator("cpu").manual_seed(request.seed),
             "callback_on_step_end": after_step,
-            "negative_prompt": request.negative_prompt or None,
+            **({"negative_prompt": request.negative_prompt} if request.negative_prompt else {}),
             **size,
+            **self._adapter.family.call,
         }
         known = {name: value for name, value in options.items() if name in self._options}
         return self._pipe(request.prompt, **known).images[0].convert("RGB")

@@ -18,6 +18,7 @@ from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.input_mount import encode_with_input
 from tiny_engram.residual import Spans
 from tiny_engram.training.data import DataError, Example, fitted_picture
+from tiny_engram.training.reading import Tokens, read_texts
 
 __all__ = ["CaptionBatch", "CaptionStates", "cache_captions", "cache_latents", "checked_places", "encode_pictures", "find_places"]
 
@@ -31,6 +32,7 @@ class CaptionBatch:
         ids: int64 `[distinct, up to time]`, each distinct caption once; `inner` are the spans in these. Where the encoder reads from left
             to right, they end with the last span: nothing behind it reaches one.
         row: of each caption of the batch, which of `ids` it is.
+        mask: int64 `[batch, time]`, 1 where a caption stands, where the encoder is given one; `inner_mask` is that of `ids`.
     """
 
     states: torch.Tensor
@@ -39,6 +41,8 @@ class CaptionBatch:
     ids: torch.Tensor
     inner: Spans
     row: tuple[int, ...]
+    mask: torch.Tensor | None = None
+    inner_mask: torch.Tensor | None = None
 
     @property
     def fired(self) -> torch.Tensor:
@@ -50,7 +54,8 @@ class CaptionBatch:
 
     def read_again(self, move: Callable[[torch.Tensor, Spans], torch.Tensor]) -> torch.Tensor:
         """States with those at the spans from an encoder whose token embeddings go through `move(embeddings, spans)`; differentiable."""
-        again = encode_with_input(self.encoder, self.ids, lambda x: move(x, self.inner))[0]
+        options: dict[str, Any] = {} if self.inner_mask is None else {"attention_mask": self.inner_mask}
+        again = encode_with_input(self.encoder, self.ids, lambda x: move(x, self.inner), **options)[0]
         batch, time, _ = self.spans.flat()
         rows = torch.tensor(self.row)[batch]
         device = self.states.device
@@ -61,7 +66,7 @@ class CaptionBatch:
 @dataclass(frozen=True, slots=True)
 class CaptionStates:
     """Distinct captions with the base's text states `[captions, time, width]`, their ids int64 `[captions, time]`, and where the trigger
-    stands in each. `onward` says that the encoder reads from left to right.
+    stands in each. `onward` says that the encoder reads from left to right; `mask`, like the ids, is given to some.
     """
 
     texts: tuple[str, ...]
@@ -70,12 +75,13 @@ class CaptionStates:
     ids: torch.Tensor
     encoder: nn.Module = field(repr=False)
     onward: bool
+    mask: torch.Tensor | None = None
 
     def batch(self, picks: Sequence[int]) -> CaptionBatch:
         """These captions."""
         distinct = list(dict.fromkeys(picks))
         end = max(start + size for pick in distinct for start, size, _ in self.places[pick])
-        ids = self.ids[distinct]
+        ids, mask = self.ids[distinct], self.mask
         return CaptionBatch(
             states=self.states[torch.tensor(picks, device=self.states.device)],
             spans=self._spans(picks),
@@ -83,49 +89,53 @@ class CaptionStates:
             ids=ids[:, :end] if self.onward else ids,
             inner=self._spans(distinct),
             row=tuple(distinct.index(pick) for pick in picks),
+            mask=None if mask is None else mask[list(picks)],
+            inner_mask=None if mask is None else mask[distinct, : end if self.onward else None],
         )
 
     def _spans(self, picks: Sequence[int]) -> Spans:
         return Spans.of((row, *place) for row, pick in enumerate(picks) for place in self.places[pick])
 
 
-def find_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
-    """Ids int64 `[texts, time]` as the pipeline makes them, and where the trigger fires in each: (start, length, offset)."""
-    role, mount = next(iter(adapter.mounts.items()))
-    length = mount.tokenizer.model_max_length
-    ids = mount.tokenizer(list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    found = adapter.spans(concept, ids, role)
+def find_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[Tokens, list[list[tuple[int, int, int]]]]:
+    """Tokens as the pipeline makes them, and where the trigger fires in each text: (start, length, offset)."""
+    role = next(iter(adapter.mounts))
+    tokens = read_texts(adapter, role, texts)
+    found = adapter.spans(concept, tokens.ids, role)
     places: list[list[tuple[int, int, int]]] = [[] for _ in texts]
     for row, start, size, offset in zip(*(t.tolist() for t in (found.batch, found.start, found.length, found.offset)), strict=True):
         places[row].append((start, size, offset))
-    return ids, places
+    return tokens, places
 
 
-def checked_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
+def checked_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[Tokens, list[list[tuple[int, int, int]]]]:
     """The same of captions. Raises DataError for one in which the trigger does not fire."""
-    ids, places = find_places(adapter, concept, texts)
+    tokens, places = find_places(adapter, concept, texts)
     for text, place in zip(texts, places, strict=True):
         if not place:
             raise DataError(
-                f"caption {text!r}: the trigger {concept.trigger!r} does not fire in it (cut off at {ids.shape[1]} tokens, or a letter or "
+                f"caption {text!r}: the trigger {concept.trigger!r} does not fire in it (cut off at {tokens.window} tokens, or a letter or "
                 "digit touches it); shorten the caption or write the trigger as a word of its own"
             )
-    return ids, places
+    return tokens, places
 
 
 def cache_captions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str], batch_size: int = 16) -> CaptionStates:
     """Encode each distinct caption once, with no concept firing. Raises DataError for one in which the trigger does not fire."""
     distinct = tuple(dict.fromkeys(texts))
     role, mount = next(iter(adapter.mounts.items()))
-    ids, places = checked_places(adapter, concept, distinct)
+    tokens, places = checked_places(adapter, concept, distinct)
     states = []
     for start in range(0, len(distinct), batch_size):
         embeds, _ = adapter.encode(distinct[start : start + batch_size])
         states.append(embeds)
     states, encoder = torch.cat(states), mount.module
-    ids = ids.to(states.device)
+    tokens = tokens.at(range(len(distinct)), states.device)
+    ids = tokens.ids
     onward = INPUT in concept.roles[role].mounts and _reads_onward(encoder, ids[:1])
-    return CaptionStates(distinct, states, tuple(tuple(p) for p in places), ids, encoder, onward)
+    # what a mask hides behind all captions is cut off
+    states = states[:, : ids.shape[1]]
+    return CaptionStates(distinct, states, tuple(tuple(p) for p in places), ids, encoder, onward, tokens.mask)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tiny_engram.adapter_reports import reading_of
 from tiny_engram.concept import Concept, MountRows
 from tiny_engram.config import ENCODER_MOUNTS, INPUT
 from tiny_engram.errors import TinyEngramError
@@ -20,6 +21,7 @@ from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, span_mean_norm
+from tiny_engram.training.reading import Tokens, read_texts
 
 __all__ = ["CARRIERS", "Start", "place_of_word", "start_at_word"]
 
@@ -49,12 +51,12 @@ class Start:
 class _Pairs:
     """The same sentences with the trigger and with the word.
 
-    `triggers` and `words` are int64 `[sentences, time]`; `spans` says where triggers stand, one a sentence, and `there` int64 `[N]` which
+    `spans` says where triggers stand, one a sentence, and `there` int64 `[N]` which
     of the word's tokens each of their N positions is moved to.
     """
 
-    triggers: torch.Tensor
-    words: torch.Tensor
+    triggers: Tokens
+    words: Tokens
     spans: Spans
     there: torch.Tensor
 
@@ -81,11 +83,15 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
     pairs = _pairs(adapter, concept, role, word)
     encoder, seed = mount.module, concept.config.basis_seed
     batch, time, at = pairs.spans.flat()
+
+    def states_of(tokens: Tokens) -> torch.Tensor:
+        return encoder(tokens.ids, **tokens.options)[0][batch]
+
     found: dict[str, Start] = {}
     for name in names:
         if name == INPUT:
             embed = encoder.get_input_embeddings()
-            here, there = (embed(ids)[batch] for ids in (pairs.triggers, pairs.words))
+            here, there = (embed(tokens.ids)[batch] for tokens in (pairs.triggers, pairs.words))
         elif INPUT in found:
             start, rho = found[INPUT], place.mounts[INPUT].rho
             rows = fake_quantize(start.rows)
@@ -93,9 +99,11 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
             def move(x: torch.Tensor, start: Start = start, rows: torch.Tensor = rows, rho: float = rho) -> torch.Tensor:
                 return apply_concept(x, pairs.spans, rows, start.gain, start.bias, rho=rho, basis_seed=seed)
 
-            here, there = encode_with_input(encoder, pairs.triggers, move)[0][batch], encoder(pairs.words)[0][batch]
+            triggers = pairs.triggers
+            here = encode_with_input(encoder, triggers.ids, move, **triggers.options)[0][batch]
+            there = states_of(pairs.words)
         else:
-            here, there = (encoder(ids)[0][batch] for ids in (pairs.triggers, pairs.words))
+            here, there = states_of(pairs.triggers), states_of(pairs.words)
         each = torch.arange(len(batch))
         h, target = (states[each, where].float().cpu() for states, where in ((here, time), (there, pairs.there)))
         found[name] = _solved(place.mounts[name], h, target - h, at, pairs.spans.length, seed)
@@ -105,13 +113,14 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
 def _pairs(adapter: Any, concept: Concept, role: str, word: str) -> _Pairs:
     mount, groups = adapter.mounts[role], concept.roles[role].groups
     device = mount.module.get_input_embeddings().weight.device
-    triggers, _ = _tokens(mount.tokenizer, [text.format(group.text) for group in groups for text in CARRIERS])
-    words, characters = _tokens(mount.tokenizer, [text.format(word) for text in CARRIERS])
+    _, given, _ = reading_of(adapter.pipe, adapter.family, role)
+    triggers = read_texts(adapter, role, [text.format(group.text) for group in groups for text in CARRIERS])
+    words = read_texts(adapter, role, [text.format(word) for text in CARRIERS])
     fired: dict[int, list[tuple[int, int, int]]] = {}
-    found = adapter.spans(concept, triggers, role)
+    found = adapter.spans(concept, triggers.ids, role)
     for row, *span in zip(*(x.tolist() for x in (found.batch, found.start, found.length, found.offset)), strict=True):
         fired.setdefault(row, []).append((span[0], span[1], span[2]))
-    places = [place_of_word(text, word, characters[row]) for row, text in enumerate(CARRIERS)]
+    places = [place_of_word(text, word, words.characters[row]) for row, text in enumerate(CARRIERS)]
     if not any(places):
         raise TinyEngramError(
             f"class_word {word!r} is not read as tokens of its own by the tokenizer of {role}; write a plain word that the base knows"
@@ -130,19 +139,13 @@ def _pairs(adapter: Any, concept: Concept, role: str, word: str) -> _Pairs:
             rows.append(k * len(CARRIERS) + row)
             # The last token of a word is the one that has read it whole: last goes to last, and what is left over to the first.
             there += [first + max(0, step - size + length) for step in range(size)]
-        if not spans or spans[-1][3] != group.offset:
+        # a spelling that the pipeline rewrites, as in lower case, fires as that one alone
+        if not spans or (spans[-1][3] != group.offset and given(group.text) == group.text):
             raise TinyEngramError(
                 f"class_word {word!r}: {group.text!r} fires in none of the sentences such as {CARRIERS[0]!r}; leave it out"
             )
     carriers = [row % len(CARRIERS) for row in rows]
-    return _Pairs(triggers[rows].to(device), words[carriers].to(device), Spans.of(spans), torch.tensor(there))
-
-
-def _tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-    """Ids int64 `[texts, time]` as the pipeline makes them, and the characters (first, end) that each token covers."""
-    length = tokenizer.model_max_length
-    out = tokenizer(list(texts), padding="max_length", max_length=length, truncation=True, return_offsets_mapping=True, return_tensors="pt")
-    return out.input_ids, [[(first, end) for first, end in row] for row in out.offset_mapping.tolist()]
+    return _Pairs(triggers.at(rows, device), words.at(carriers, device), Spans.of(spans), torch.tensor(there))
 
 
 def place_of_word(text: str, word: str, characters: Sequence[tuple[int, int]]) -> tuple[int, int] | None:

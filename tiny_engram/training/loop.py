@@ -24,6 +24,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.maps import GivenMaps
 from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
+from tiny_engram.stream_contexts import GivenRows
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
 from tiny_engram.training.checkpoint import save_checkpoint
@@ -61,6 +62,7 @@ class _Data:
     captions: CaptionStates
     choices: list[list[int]]
     bare: list[int]
+    family: Any
     collages: int = 0
 
     def picture(self, drawn: objective.Draw) -> int:
@@ -72,6 +74,8 @@ class _Data:
 def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: Sequence[Example], progress: bool = False) -> _Data:
     spellings = (concept.trigger, *concept.aliases)
     resolution = config.resolution or native_size(pipe)
+    if resolution is None:
+        raise TinyEngramError(f"the denoiser of {type(pipe).__name__} does not say what size it was made for; pass --resolution")
     shown = [example.captions for example in examples]
     checked_places(adapter, concept, [text for texts in shown for text in texts])  # before anything is drawn
     means, stds = cache_latents(pipe, examples, resolution)
@@ -85,7 +89,8 @@ def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, exa
         means, stds = torch.cat([means, more[0]]), torch.cat([stds, more[1]])
     captions = cache_captions(adapter, concept, [caption for texts in shown for caption in texts] + list(spellings))
     index = {text: i for i, text in enumerate(captions.texts)}
-    return _Data(means, stds, captions, [[index[c] for c in texts] for texts in shown], [index[s] for s in spellings], len(made))
+    choices, bare = [[index[c] for c in texts] for texts in shown], [index[s] for s in spellings]
+    return _Data(means, stds, captions, choices, bare, adapter.family, len(made))
 
 
 def _choose(items: list[int], share: float) -> int:
@@ -106,7 +111,7 @@ def denoising_loss(
         _choose(data.bare if drawn.other is None and drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
         for drawn, picture in zip(draws, pictures, strict=True)
     ]
-    device, dtype = data.means.device, pipe.unet.dtype
+    device, dtype = data.means.device, getattr(pipe, data.family.denoiser).dtype
     steps = pipe.scheduler.config.num_train_timesteps
     at_step = [int(drawn.timestep * steps) for drawn in draws]
     timesteps = torch.tensor(at_step, device=device)
@@ -116,10 +121,12 @@ def denoising_loss(
     captions = data.captions.batch(picks)
     states, read, factors = module(captions, at_step, dtype)
     # under mixed precision Accelerate turns a module's output into float32
-    states, read = states.to(dtype), {name: context.to(dtype) for name, context in read.items()}
+    states = states.to(dtype)
+    read = read if isinstance(read, GivenRows) else {name: context.to(dtype) for name, context in read.items()}
     maps = GivenMaps(captions.fired.to(device), factors) if factors else None
     with contexts.giving(states, read, maps):
-        predicted = pipe.unet(noisy.to(dtype), timesteps, states, return_dict=False)[0].float()
+        # some denoisers say the noise's variance too, in channels behind
+        predicted = data.family.predicts(pipe, noisy.to(dtype), timesteps, states, captions.mask)[:, : latents.shape[1]].float()
     error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
     return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean()
 
@@ -152,12 +159,12 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
     try:
-        if adapter.family.name != "stable-diffusion-1":
+        if adapter.family.predicts is None:
             raise TinyEngramError(
-                f"{type(pipe).__name__} is of the family {adapter.family.name}: expected stable-diffusion-1, which can be taught so far; "
-                "concepts made elsewhere can be loaded"
+                f"{type(pipe).__name__} is of the family {adapter.family.name}: expected stable-diffusion-1 or pixart, which can be taught "
+                "so far; concepts made elsewhere can be loaded"
             )
-        still = frozen(pipe.unet, pipe.vae, *(m.module for m in adapter.mounts.values()))
+        still = frozen(getattr(pipe, adapter.family.denoiser), pipe.vae, *(m.module for m in adapter.mounts.values()))
         (contexts,) = adapter.contexts.values()
         if config.at_denoiser and not contexts.names:
             raise TinyEngramError(

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from tiny_engram.concept import Concept
 from tiny_engram.config import BLOCK, INPUT, SPAN
 from tiny_engram.context_plan import ContextLayout
 from tiny_engram.mount_names import band_at, context_name
 from tiny_engram.quantization import fake_quantize
-from tiny_engram.residual import Spans, apply_concept, apply_spans
+from tiny_engram.residual import Spans, apply_concept, apply_spans, spread
+from tiny_engram.stream_contexts import GivenRows, RowsAtPlace
 from tiny_engram.training.cache import CaptionBatch
 from tiny_engram.training.class_word import Start
 
@@ -33,7 +35,7 @@ class _Shared:
 
 class ConceptRows(nn.Module):
     """Masters of one concept: rows float32 `[mounts, positions, columns, head_dim]`, gain and bias `[mounts, positions]`, and of its maps,
-    one after the other, what lies under one scale, float32 `[blocks, 32]`.
+    one after the other, what lies under one scale, float32 `[blocks, 32]`. Mounts of less columns than others have zeros behind theirs.
 
     Args:
         concept: untrained, or what to go on from; one that the adapter loads, so that no place reads two sets of its rows.
@@ -47,9 +49,12 @@ class ConceptRows(nn.Module):
         self.mounts = tuple(held)
         self.rho, self.basis_seed = [at.rho for at in held.values()], concept.config.basis_seed
         own = [(starts or {}).get(name) or Start(at.rows(), at.gain, at.bias) for name, at in held.items()]
-        self.rows = nn.Parameter(torch.stack([start.rows for start in own]))
+        self._columns = [start.rows.shape[1] for start in own]
+        widest = max(self._columns)
+        self.rows = nn.Parameter(torch.stack([pad(start.rows, (0, 0, 0, widest - start.rows.shape[1])) for start in own]))
         self.gain = nn.Parameter(torch.stack([start.gain for start in own]))
         self.bias = nn.Parameter(torch.stack([start.bias for start in own]))
+        self._layout = layout
         self._timesteps = layout.training_timesteps()
         self._shared = self._read_by(layout)
         self.shapes = {name: (at.rank, at.channels) for name, at in maps.items()}
@@ -70,14 +75,15 @@ class ConceptRows(nn.Module):
 
     def forward(
         self, captions: CaptionBatch, timesteps: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Factors]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | GivenRows, Factors]:
         """Text states with the concept in, as it would be served: rows go through the quantiser, gradients straight past it.
 
         Args:
             timesteps: of each sample, on the CPU. dtype: what the denoiser reads.
 
         Returns:
-            What the denoiser is given, what each place "context.{i}.key" with rows reads instead, like it, and (into, out) of each map.
+            What the denoiser is given; what each place "context.{i}.key" with rows reads instead, like it, or, where places read tensors of
+            their own, the rows that are added there; and (into, out) of each map.
         """
         rows, states = fake_quantize(self.rows), captions.states
         if INPUT in self.mounts:
@@ -86,12 +92,16 @@ class ConceptRows(nn.Module):
             states = self._moved(states, captions.spans, rows, SPAN)
         states = states.to(dtype)
         factors = {} if self.maps is None else self.factors(fake_quantize(self.maps))
+        if self._layout.adds_on_the_way:
+            return states, self._given(states, captions.spans, rows, timesteps), factors
         return states, self._contexts(states, captions.spans, rows, timesteps), factors
 
     def _moved(self, x: torch.Tensor, spans: Spans, rows: torch.Tensor, mount: str) -> torch.Tensor:
         """Embeddings or states `[batch, time, width]` with what a mount of the encoder adds."""
         k = self.mounts.index(mount)
-        return apply_concept(x, spans, rows[k], self.gain[k], self.bias[k], rho=self.rho[k], basis_seed=self.basis_seed)
+        return apply_concept(
+            x, spans, rows[k][:, : self._columns[k]], self.gain[k], self.bias[k], rho=self.rho[k], basis_seed=self.basis_seed
+        )
 
     def _contexts(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> dict[str, torch.Tensor]:
         """What each place reads: all in one pass, each span with the rows of its sample's band."""
@@ -120,6 +130,30 @@ class ConceptRows(nn.Module):
         ).unflatten(0, (-1, size))
         return {place: stacked[k] for k, shared in enumerate(self._shared) for place in shared.places}
 
+    def _given(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> GivenRows:
+        """The rows that each place adds, of each sample those of its band; all of one width are spread in one pass."""
+        where = list(zip(*(x.tolist() for x in (spans.batch, spans.start, spans.length, spans.offset)), strict=True))
+        asked: dict[int, list[tuple[_Shared, Spans, torch.Tensor]]] = {}
+        for shared in self._shared:
+            bands = [shared.mounts.get(band_at(timesteps[sample], shared.bands, self._timesteps)) for sample, *_ in where]
+            own = [(span, mount) for span, mount in zip(where, bands, strict=True) if mount is not None]
+            if own:
+                mounts = torch.tensor([mount for (_, _, length, _), mount in own for _ in range(length)])
+                asked.setdefault(self._layout.width_at(shared.places[0], states), []).append(
+                    (shared, Spans.of(at for at, _ in own), mounts)
+                )
+        found: dict[str, RowsAtPlace] = {}
+        for width, parts in asked.items():
+            mounts = torch.cat([mounts for _, _, mounts in parts])
+            at = mounts.to(rows.device), torch.cat([kept.flat()[2] for _, kept, _ in parts]).to(rows.device)
+            columns = self._columns[int(mounts[0])]
+            sides = spread(rows[at][:, :columns], width=width, basis_seed=self.basis_seed)
+            values = (*sides, self.gain[at], self.bias[at], torch.tensor(self.rho)[mounts])
+            sizes = [len(mounts) for _, _, mounts in parts]
+            for (shared, kept, _), split in zip(parts, zip(*(x.split(sizes) for x in values), strict=True), strict=True):
+                found |= dict.fromkeys(shared.places, RowsAtPlace(kept, *split))
+        return GivenRows(found, self._layout, [states.shape[1]] * len(states))
+
     def factors(self, blocks: torch.Tensor) -> Factors:
         """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`."""
         sizes = [rank * channels // BLOCK for rank, channels in self.shapes.values() for _ in range(2)]
@@ -130,7 +164,7 @@ class ConceptRows(nn.Module):
         """`start` with these values, laid out as the parameters, quantised: what would be served."""
         made = start
         for k, mount in enumerate(self.mounts):
-            made = made.with_rows(role, values["rows"][k], values["gain"][k], values["bias"][k], mount=mount)
+            made = made.with_rows(role, values["rows"][k][:, : self._columns[k]], values["gain"][k], values["bias"][k], mount=mount)
         if "maps" in values:
             for name, (into, out) in self.factors(values["maps"]).items():
                 made = made.with_map(role, name, into, out)

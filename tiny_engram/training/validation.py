@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from tiny_engram.adapter import find_family
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import write_atomically
@@ -18,9 +19,11 @@ from tiny_engram.training.data import Example, load_picture
 __all__ = ["Validator", "draw_pictures", "native_size", "save_picture", "thumbnail_of"]
 
 
-def native_size(pipe: Any) -> int:
-    """Side in pixels of the pictures that a base was made for."""
-    return pipe.unet.config.sample_size * pipe.vae_scale_factor
+def native_size(pipe: Any) -> int | None:
+    """Side in pixels of the pictures that a base was made for; None if its denoiser does not say."""
+    family = find_family(pipe)
+    side = None if family is None else getattr(getattr(pipe, family.denoiser).config, "sample_size", None)
+    return side * pipe.vae_scale_factor if isinstance(side, int) else None
 
 
 def save_picture(picture: Image.Image, path: Path, **options: Any) -> Path:
@@ -35,10 +38,17 @@ def save_picture(picture: Image.Image, path: Path, **options: Any) -> Path:
 
 
 def draw_pictures(
-    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None
+    pipe: Any, prompts: list[str], seeds: list[int], *, steps: int, guidance: float, negative_prompt: str | None = None, **options: Any
 ) -> np.ndarray:
-    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i]."""
-    size = native_size(pipe)
+    """uint8 `[len(prompts), height, width, 3]`: picture i from prompt i and a CPU generator seeded with seeds[i].
+
+    options: further arguments of `pipe(...)`, such as a step callback's.
+    """
+    size, family = native_size(pipe), find_family(pipe)
+    given: dict[str, Any] = {} if family is None else dict(family.call)
+    given |= {} if size is None else {"height": size, "width": size}
+    # left out rather than None: some pipelines have a default of their own
+    given |= {} if negative_prompt is None else {"negative_prompt": [negative_prompt] * len(prompts)}
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     disabled = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)
@@ -47,11 +57,9 @@ def draw_pictures(
             prompts,
             num_inference_steps=steps,
             guidance_scale=guidance,
-            negative_prompt=None if negative_prompt is None else [negative_prompt] * len(prompts),
             generator=generators,
-            height=size,
-            width=size,
             output_type="np",
+            **{**given, **options},
         ).images
     finally:
         pipe.set_progress_bar_config(**(disabled or {"disable": False}))
