@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTokenizerFast
+from transformers import CLIPTokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 
 from tiny_engram.concept import Concept, ConceptFileError
 from tiny_engram.config import ConceptConfig

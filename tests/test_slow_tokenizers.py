@@ -9,7 +9,7 @@ import transformers
 from transformers import AddedToken, PreTrainedTokenizer, T5Tokenizer
 
 import tiny_engram
-from tests.pipelines.tiny.base import tokenizer_folder
+from tests.pipelines.tiny.base import t5_tokenizer, tokenizer_folder
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.fast_tokenizers import fast_tokenizer
 from tiny_engram.triggers import encode_with_offsets
@@ -36,7 +36,7 @@ def agree(slow, texts=TEXTS):
 
 
 def test_a_fast_one_is_its_own_twin():
-    fast = transformers.T5TokenizerFast.from_pretrained(tokenizer_folder("flux/tokenizer_2"))
+    fast = t5_tokenizer()
     assert fast_tokenizer(fast) is fast
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CLIPTokenizerFast
+from transformers import CLIPTokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.errors import TinyEngramError

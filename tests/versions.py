@@ -2,6 +2,7 @@
 
     python tests/versions.py            all cells, one after the other, and the table
     python tests/versions.py 5.5 0.36   those whose releases begin so
+    python tests/versions.py --kept     what earlier runs said, whatever changed since; nothing is run
 
 Each cell is a folder build/versions/CELL with the two libraries and what their metadata asks for instead of what .venv has; it goes in
 front of .venv's packages. A folder that is complete is used again, and so is the result of a cell in which nothing changed since.
@@ -48,7 +49,8 @@ TESTS = (
     *("tests/test_adapter.py", "tests/test_mounts.py", "tests/test_served_input.py", "tests/test_promises.py", "tests/test_concept.py"),
     *("tests/test_triggers.py", "tests/test_tokenizer.py", "tests/test_role_mounts.py", "tests/test_slow_tokenizers.py"),
     *("tests/pipelines/test_attached.py", "tests/pipelines/test_sdxl.py", "tests/pipelines/test_families.py"),
-    *("tests/pipelines/test_loaders.py", "tests/pipelines/conformance"),
+    *("tests/pipelines/test_loaders.py", "tests/pipelines/test_engram_pipeline.py", "tests/pipelines/test_hub.py"),
+    *("tests/pipelines/test_tiny_pipelines.py", "tests/pipelines/conformance"),
 )
 SOURCES = ("assets/recipe", "kernels", "pipelines", "tests", "tiny_engram", "pyproject.toml")
 LOCATE = """
@@ -56,6 +58,9 @@ import json, diffusers, huggingface_hub, tokenizers, tiny_engram, transformers
 found = (transformers, diffusers, huggingface_hub, tokenizers)
 print(json.dumps({"files": [m.__file__ for m in (*found, tiny_engram)], "versions": {m.__name__: m.__version__ for m in found}}))
 """
+
+
+COLUMNS = ("transformers", "diffusers", "huggingface_hub", "tokenizers", "passed", "failed", "left out", "result")
 
 
 class CannotInstall(Exception):
@@ -75,10 +80,13 @@ class Result:
     seconds: float = 0.0
     impossible: str = ""
     state: str = ""
+    commit: str = ""
 
     def row(self) -> dict[str, Any]:
         """Its line of the table."""
         have = self.versions
+        if not self.state:
+            return {**dict.fromkeys(COLUMNS, ""), "transformers": self.transformers, "diffusers": self.diffusers, "result": "not run"}
         says = f"cannot be installed: {self.impossible}" if self.impossible else "passes" if not self.failed else f"fails: {failing(self)}"
         return {
             "transformers": have.get("transformers", self.transformers),
@@ -117,7 +125,14 @@ class Cell:
         extra = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [str(self.packages), str(ROOT), *(path for path in extra if path)]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return {**os.environ, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {
+            **os.environ,
+            **threads,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
 
     # -- packages --------------------------------------------------------------------------------------------------------------
 
@@ -194,14 +209,17 @@ class Cell:
 
     # -- tests -----------------------------------------------------------------------------------------------------------------
 
+    def kept(self) -> Result:
+        """The result of the last run; one without a state if there was none."""
+        file = self.folder / "result.json"
+        return Result(**json.loads(file.read_text())) if file.exists() else Result(**self.wanted)
+
     def test(self) -> Result:
         """Its result, a kept one where no source changed since."""
-        kept, state = self.folder / "result.json", state_of_sources()
-        if kept.exists():
-            result = Result(**json.loads(kept.read_text()))
-            if result.state == state:
-                return result
-        result = Result(**self.wanted, state=state)
+        state = state_of_sources()
+        if (result := self.kept()).state == state:
+            return result
+        result = Result(**self.wanted, state=state, commit=str(circumstances(depends_on=SOURCES)["commit"]))
         begin = time.monotonic()
         try:
             result.versions = self.make()
@@ -211,7 +229,7 @@ class Cell:
             self._run_tests(result)
             result.seconds = round(time.monotonic() - begin)
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(asdict(result), indent=1) + "\n")
+        (self.folder / "result.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
         return result
 
     def _run_tests(self, result: Result) -> None:
@@ -277,13 +295,20 @@ def report_of(results: list[Result]) -> dict[str, Any]:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in skipped.most_common())
         note += f" Left out, over all cells: {reasons}."
     cells = [{name: value for name, value in asdict(result).items() if name != "state"} for result in results]
-    return {"table": [result.row() for result in results], "note": note, "cells": cells, **circumstances("torch", depends_on=SOURCES)}
+    where = circumstances("torch", depends_on=SOURCES)
+    commits = sorted({result.commit for result in results if result.commit})
+    if len(commits) == 1:
+        where["commit"] = commits[0]
+    elif commits:
+        note += f" Cells were run at commits {', '.join(commit[:12] for commit in commits)}."
+    return {"table": [result.row() for result in results], "note": note, "cells": cells, **where}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("transformers", nargs="?", default="", help="only releases that begin so")
     parser.add_argument("diffusers", nargs="?", default="")
+    parser.add_argument("--kept", action="store_true", help="report earlier runs, run nothing")
     asked = parser.parse_args()
     every = [Cell(transformers, diffusers) for transformers in TRANSFORMERS for diffusers in DIFFUSERS]
     chosen = [
@@ -298,7 +323,7 @@ def main() -> int:
     results = []
     for number, cell in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {cell}", flush=True)
-        result = cell.test()
+        result = cell.kept() if asked.kept else cell.test()
         results.append(result)
         print(f"  {result.passed} passed, {len(result.failed)} failed, {sum(result.skipped.values())} left out in {result.seconds:.0f} s")
         for line in (*([result.impossible] if result.impossible else []), *result.failed):

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AddedToken, GemmaTokenizerFast, PreTrainedTokenizerFast, Qwen2TokenizerFast
+from transformers import AddedToken, GemmaTokenizerFast, PreTrainedTokenizerFast, Qwen2TokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from assets.recipe.captions import COLOURS, STYLES, caption
