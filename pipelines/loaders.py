@@ -1,5 +1,6 @@
 """Loading a base: the embedded one of a checkout, or any folder or hub id that diffusers reads. Imports diffusers when called."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -60,7 +61,7 @@ def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "flo
         raise TinyEngramError(f"device {str(device)!r} and device_map {options['device_map']!r} are both given, expected one of them")
     try:
         with _without_bars(diffusers_logging, transformers_logging):
-            pipe = DiffusionPipeline.from_pretrained(str(model), dtype=getattr(torch, name), **options)
+            pipe = DiffusionPipeline.from_pretrained(str(model), **{_dtype_option(DiffusionPipeline): getattr(torch, name)}, **options)
     except Exception as error:  # damaged folders make the loaders raise anything, SafetensorError and AttributeError included
         reason = " ".join(str(error).split())[:200]
         raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({reason}); expected a diffusers folder or hub id") from error
@@ -72,3 +73,8 @@ def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "flo
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise TinyEngramError(f"device {str(device)!r} cannot be used ({reason}); expected cpu, or cuda where there is a GPU") from error
+
+
+def _dtype_option(pipeline: Any) -> str:
+    """What `from_pretrained` calls the dtype: "torch_dtype" where diffusers does not know the shorter name, and would ignore it."""
+    return "dtype" if re.search(r"^\s+dtype \(", pipeline.from_pretrained.__doc__ or "", re.MULTILINE) else "torch_dtype"

@@ -124,6 +124,14 @@ def saved_pipe(pipe, tmp_path_factory):
 
 
 @pytest.fixture
+def text_model(pipe, monkeypatch):
+    """The part of the session's encoder where diffusers looks for the final norm; what has its layers at its top is such a part itself."""
+    if not hasattr(pipe.text_encoder, "text_model"):
+        monkeypatch.setattr(type(pipe.text_encoder), "text_model", property(lambda self: self), raising=False)
+    return pipe.text_encoder.text_model
+
+
+@pytest.fixture
 def adapter(pipe):
     """Attached for one test."""
     import tiny_engram

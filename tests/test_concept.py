@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 
 from tiny_engram.concept import Concept, ConceptFileError
 from tiny_engram.config import ConceptConfig
@@ -26,7 +26,7 @@ PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 @pytest.fixture(scope="module")
 def make(repo_root):
-    tokenizer = CLIPTokenizer.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
+    tokenizer = CLIPTokenizerFast.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
     compressed = CompressedTokenizer(tokenizer)
 
     def build(trigger="cat-toy", aliases=(), width=128, **options):

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 
 from tiny_engram.boundaries import CUT, UNTOLD, EdgeTables
 from tiny_engram.errors import TinyEngramError
@@ -16,7 +16,7 @@ from tiny_engram.triggers import CompiledTrigger, RowGroup, Variant, compile_tri
 
 @pytest.fixture(scope="module")
 def clip(repo_root):
-    return CLIPTokenizer.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
+    return CLIPTokenizerFast.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
 
 
 @pytest.fixture(scope="module")

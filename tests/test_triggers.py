@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 
 from tiny_engram.boundaries import EdgeTables
 from tiny_engram.errors import TinyEngramError
@@ -23,7 +23,7 @@ CORPUS = [
 
 @pytest.fixture(scope="module")
 def clip(repo_root):
-    tokenizer = CLIPTokenizer.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
+    tokenizer = CLIPTokenizerFast.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
     return SimpleNamespace(tokenizer=tokenizer, compressed=CompressedTokenizer(tokenizer))
 
 
@@ -147,7 +147,7 @@ def test_tokenizers_that_mark_word_starts(kind):
 
 
 def test_added_tokens_are_left_out_of_the_base(clip, repo_root):
-    tokenizer = CLIPTokenizer.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
+    tokenizer = CLIPTokenizerFast.from_pretrained(repo_root / "assets/bases/emoji-sd/tokenizer")
     tokenizer.add_tokens("<zqx>")
     assert CompressedTokenizer(tokenizer).fingerprint != clip.compressed.fingerprint
     base = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=tokenizer.pad_token_id)

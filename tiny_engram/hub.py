@@ -16,10 +16,8 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    IncompleteSnapshotError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -71,7 +69,7 @@ class Place:
     @property
     def offline(self) -> bool:
         """Is the cache all that may be read?"""
-        return self.local_files_only or constants.is_offline_mode()
+        return self.local_files_only or constants.HF_HUB_OFFLINE
 
 
 def split_address(address: str) -> tuple[str, str | None, str | None]:
@@ -100,14 +98,14 @@ def _asked(place: Place, what: str, ask: Callable[[], R]) -> R:
 
 def _reason(error: Exception, place: Place) -> str:
     repo, revision = place.repo_id, place.revision or constants.DEFAULT_REVISION
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    status = _status(error)
     if isinstance(error, GatedRepoError):
         return f"the repo is gated; ask for access at {constants.ENDPOINT}/{repo}, then {LOGIN} of the account that was let in"
     if isinstance(error, RepositoryNotFoundError):
         return f"no such repo on the Hub; check the name, or, if it is private, {LOGIN}"
     if isinstance(error, RevisionNotFoundError):
         return f"the repo has no revision {revision!r}; expected a branch, a tag or a commit of {constants.ENDPOINT}/{repo}"
-    if isinstance(error, RemoteEntryNotFoundError):
+    if _has_no_such_file(error):
         return f"the repo has no such file at revision {revision!r}; see {constants.ENDPOINT}/{repo}/tree/{revision}"
     if place.offline and isinstance(error, (EntryNotFoundError, OfflineModeIsEnabled)):
         switch = "local_files_only=True" if place.local_files_only else "HF_HUB_OFFLINE=1"
@@ -122,6 +120,16 @@ def _reason(error: Exception, place: Place) -> str:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return f"not in the cache, and the Hub cannot be reached ({_short(error)}); check the connection to {constants.ENDPOINT}"
     return f"the Hub at {constants.ENDPOINT} did not answer as expected ({_short(error)}); try again"
+
+
+def _status(error: object) -> int | None:
+    """The Hub's answer as a number; None where it gave none. Before huggingface_hub 1.0 what the cache lacks is an HTTP error too."""
+    return getattr(getattr(error, "response", None), "status_code", None) if isinstance(error, HfHubHTTPError) else None
+
+
+def _has_no_such_file(error: object) -> bool:
+    """Did the Hub say that the repo has no such file?"""
+    return isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
 
 
 def _short(error: Exception) -> str:
@@ -156,8 +164,8 @@ def list_files(place: Place, subfolder: str | None = None) -> list[str]:
 
 def _answered(error: HubError) -> bool:
     """Did the Hub say no, rather than nothing, or that it is ill?"""
-    cause = error.__cause__
-    return isinstance(cause, HfHubHTTPError) and cause.response.status_code < 500
+    status = _status(error.__cause__)
+    return status is not None and status < 500
 
 
 def _cached_folder(place: Place) -> Path:
@@ -165,8 +173,11 @@ def _cached_folder(place: Place) -> Path:
     api = _api(place.token)
     try:
         return Path(api.snapshot_download(place.repo_id, revision=place.revision, cache_dir=place.cache_dir, local_files_only=True))
-    except IncompleteSnapshotError as error:  # a concept needs its own file alone
-        return Path(error.snapshot_path)
+    except LocalEntryNotFoundError as error:
+        incomplete = getattr(error, "snapshot_path", None)  # a concept needs its own file alone
+        if incomplete is None:
+            raise
+        return Path(incomplete)
 
 
 def fetch(place: Place, file: str, *, most_bytes: int) -> Path:
@@ -215,7 +226,7 @@ def read_text(place: Place, file: str, *, most_bytes: int) -> str | None:
     try:
         return fetch(place, file, most_bytes=most_bytes).read_text(encoding="utf-8", errors="replace")
     except HubError as error:
-        if isinstance(error.__cause__, RemoteEntryNotFoundError):
+        if _has_no_such_file(error.__cause__):
             return None
         raise
 

@@ -1,5 +1,5 @@
-"""What carries concepts into one encoder, and out again. Nothing of diffusers; may import deep_mounts, encoded, hooks, input_mount,
-pooled, second_pass, store, templates and what is below.
+"""What carries concepts into one encoder, and out again. Nothing of diffusers; may import deep_mounts, encoded, fast_tokenizers, hooks,
+input_mount, pooled, second_pass, store, templates and what is below.
 """
 
 import threading
@@ -15,6 +15,7 @@ from tiny_engram.config import INPUT, POOLED, SPAN
 from tiny_engram.deep_mounts import DeepMounts, layer_of
 from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.encoded_positions import EncodedPositions
+from tiny_engram.fast_tokenizers import fast_tokenizer
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
 from tiny_engram.pooled import apply_pooled, pooled_vector, with_pooled_vector
@@ -87,7 +88,7 @@ class EncoderMounts(HookSet):
     ) -> None:
         self.role = role
         self.store = store
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.encoded: EncodedPrompts | EncodedPositions = EncodedPrompts()
         self.templates = templates or PromptTemplates((), 0)
         self.unseen = 0
@@ -118,6 +119,11 @@ class EncoderMounts(HookSet):
     @seconds.setter
     def seconds(self, value: float) -> None:
         self._seconds, self._deep.seconds = value, 0.0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; of a slow one the fast twin, with all tokens that it has now."""
+        return None if self._tokenizer is None else fast_tokenizer(self._tokenizer)
 
     @property
     def module(self) -> nn.Module:

@@ -18,6 +18,7 @@ from tiny_engram.contexts import ContextMounts
 from tiny_engram.deep_mounts import encoder_layers
 from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.fast_tokenizers import fast_tokenizer
 from tiny_engram.hooks import MountError
 from tiny_engram.mount_names import GROUPS, choose_maps, choose_mounts, context_name, every_mount, find_mounts
 from tiny_engram.mounts import EncoderMounts
@@ -32,7 +33,8 @@ __all__ = ["asked_of", "maps_at", "mounts_at", "tokenizer_of", "vocabulary_of", 
 # Vocabularies that are kept: a pipeline has up to three tokenizers, and an app changes between a few pipelines.
 KEPT = 8
 _kept: dict[bytes, tuple[EdgeTables, CompressedTokenizer]] = {}
-_seen: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], bytes]] = weakref.WeakKeyDictionary()
+# by the tokenizer: to what is inside, older releases of tokenizers make no weak references
+_seen: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[Any, ...], bytes]] = weakref.WeakKeyDictionary()
 
 
 def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
@@ -42,9 +44,9 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
     """
     backend, pad = backend_of(tokenizer), tokenizer.pad_token_id
     state = pad, len(tokenizer), tuple(tokenizer.all_special_ids)
-    seen = _seen.get(backend)
-    if seen is not None and seen[0] == state and seen[1] in _kept:
-        return _kept[seen[1]]  # the object that was asked for before, as it was: its description takes longer to write than all else
+    seen = _seen.get(tokenizer)
+    if seen is not None and seen[0] is backend and seen[1] == state and seen[2] in _kept:
+        return _kept[seen[2]]  # the object that was asked for before, as it was: its description takes longer to write than all else
     # Before its tokens it says how the last call truncated and padded, which changes from call to call and says nothing of them.
     content = backend.to_str().split('"added_tokens"', 1)[-1]
     about = f"{sorted(special_ids(tokenizer))} {backend.padding if pad is None else pad} {content}"
@@ -54,7 +56,7 @@ def vocabulary_of(tokenizer: Any) -> tuple[EdgeTables, CompressedTokenizer]:
         compressed = CompressedTokenizer(without_added_tokens(tokenizer), pad_id=pad)
         found = EdgeTables.of(tokenizer), compressed
     _kept[key] = found  # last: the one that was not asked for longest goes first
-    _seen[backend] = state, key
+    _seen[tokenizer] = backend, state, key
     for old in list(_kept)[:-KEPT]:
         _kept.pop(old, None)
     return found
@@ -95,13 +97,13 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHook
     widths = _widths(mounts, first, readings) if family.projected else {}
     store = ConceptStore(edges, compressed, width=width, mounts=mounts, maps=maps_at(first), widths=widths)
     scheduler = pipe.scheduler
-    norm = encoder.get_submodule(spec.final_norm) if spec.final_norm else None
+    norm = norm_of(encoder, spec.final_norm) if spec.final_norm else None
     special = special_ids(tokenizer)
     mount = EncoderMounts(
         encoder,
         store,
         role=spec.role,
-        tokenizer=tokenizer,
+        tokenizer=_own_tokenizer(pipe, spec),
         owner=owner,
         final_norm=norm,
         reads=spec.reads,
@@ -200,19 +202,38 @@ def _widths(mounts: Sequence[str], attentions: Sequence[Any], readings: Mapping[
 
 
 def tokenizer_of(pipe: Any, spec: Any) -> Any:
-    """The tokenizer of one of the family's encoders: that of a processor, where the pipeline has one.
+    """The tokenizer of one of the family's encoders, a slow one as its fast twin: that of a processor, where the pipeline has one.
 
     Raises:
-        TinyEngramError: there is none, or it is a slow one.
+        TinyEngramError: there is none, or it is a slow one without a twin.
     """
+    return fast_tokenizer(_own_tokenizer(pipe, spec))
+
+
+def _own_tokenizer(pipe: Any, spec: Any) -> Any:
     found = getattr(pipe, spec.tokenizer, None)
     tokenizer = getattr(found, "tokenizer", found)
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
+    if not callable(tokenizer) or not hasattr(tokenizer, "all_special_ids"):
         raise TinyEngramError(
-            f"{spec.tokenizer} of {type(pipe).__name__} is {type(tokenizer).__name__}, expected a fast tokenizer of transformers, which "
-            "tells where words lie; load the pipeline with one"
+            f"{spec.tokenizer} of {type(pipe).__name__} is {type(tokenizer).__name__}, expected a tokenizer of transformers, which tells "
+            "where words lie; load the pipeline with one"
         )
     return tokenizer
+
+
+def norm_of(encoder: Any, path: str) -> Any:
+    """The module at a path inside an encoder, or inside the part of it that runs the layers: transformers moves that up and down.
+
+    Raises:
+        TinyEngramError: there is none, or several.
+    """
+    found = [module for name, module in encoder.named_modules() if name == path or name.endswith(f".{path}")]
+    if len(found) != 1:
+        raise TinyEngramError(
+            f"{type(encoder).__name__} has {len(found)} modules {path!r}, expected one, which norms its last state; "
+            "name it in the family's EncoderSpec(final_norm=...)"
+        )
+    return found[0]
 
 
 def width_of(encoder: Any) -> int:

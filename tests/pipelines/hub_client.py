@@ -24,7 +24,7 @@ class HubClient:
     def __init__(self, endpoint: str, home: Path, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN", "TRANSFORMERS_OFFLINE")}
         ours = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        paths = {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))), "NO_PROXY": "127.0.0.1"}
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             env={**kept, **ours, **paths, **environment},

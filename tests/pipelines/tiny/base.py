@@ -4,14 +4,26 @@ The tokenizers' files come with the package diffsynth, of which nothing is impor
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import pytest
 import torch
+import transformers
 from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
+)
 from transformers.convert_slow_tokenizer import import_protobuf
 
 
@@ -46,6 +58,16 @@ def picture(tiny: TinyPipeline, pipe: Any, prompt: Any, **more: Any) -> torch.Te
     return pipe(**{"prompt": prompt, "generator": torch.Generator().manual_seed(0), **tiny.call, **more})[0]
 
 
+def needed(name: str) -> Any:
+    """A class that not every release of diffusers has, or can import; whoever asks is skipped where there is none."""
+    try:
+        return getattr(diffusers, name)
+    except AttributeError:
+        pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
+    except RuntimeError:  # what it imports is gone from transformers
+        pytest.skip(f"diffusers {diffusers.__version__} cannot import {name} beside transformers {transformers.__version__}")
+
+
 def tokenizer_folder(name: str) -> Path:
     """Folder of a real tokenizer, "flux/tokenizer_2"."""
     spec = importlib.util.find_spec("diffsynth")
@@ -58,21 +80,24 @@ def clip_tokenizer(name: str = "stable_diffusion_3/tokenizer_1") -> CLIPTokenize
     return CLIPTokenizer.from_pretrained(tokenizer_folder(name))
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def t5_tokenizer() -> T5TokenizerFast:
     """32,100 ids; T5 v1.1 of FLUX, SD3, PixArt and others."""
-    return T5Tokenizer.from_pretrained(tokenizer_folder("flux/tokenizer_2"))
+    return T5TokenizerFast.from_pretrained(tokenizer_folder("flux/tokenizer_2"))
 
 
-def sentencepiece_tokenizer(name: str, extra_ids: int) -> T5Tokenizer:
-    """A T5Tokenizer from a folder that has only `spiece.model`, read without the library sentencepiece."""
+def sentencepiece_tokenizer(name: str, extra_ids: int) -> T5TokenizerFast:
+    """A T5TokenizerFast from a folder that has only `spiece.model`; since transformers 5 read without the library sentencepiece."""
+    if "vocab" not in inspect.signature(T5TokenizerFast.__init__).parameters:
+        # before transformers 5, by the library sentencepiece
+        return T5TokenizerFast(str(tokenizer_folder(name) / "spiece.model"), extra_ids=extra_ids, add_prefix_space=True)
     protobuf: Any = import_protobuf()
     model = protobuf.ModelProto()
     model.ParseFromString((tokenizer_folder(name) / "spiece.model").read_bytes())
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
-    return T5Tokenizer(pieces, extra_ids=extra_ids, _spm_precompiled_charsmap=model.normalizer_spec.precompiled_charsmap)
+    return T5TokenizerFast(pieces, extra_ids=extra_ids, _spm_precompiled_charsmap=model.normalizer_spec.precompiled_charsmap)
 
 
-def mt5_tokenizer() -> T5Tokenizer:
+def mt5_tokenizer() -> T5TokenizerFast:
     """250,100 ids, the last 100 sentinels; that of mT5. UMT5's own (256,300 ids) is of the same class."""
     return sentencepiece_tokenizer("hunyuan_dit/tokenizer_t5", extra_ids=0)
 

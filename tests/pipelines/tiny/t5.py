@@ -10,14 +10,19 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     HunyuanDiT2DModel,
-    HunyuanDiTPipeline,
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
 )
-from transformers import BertConfig, BertModel, BertTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
-from tests.pipelines.tiny.base import TinyPipeline, finished, mt5_tokenizer, picture_vae, t5_encoder, t5_tokenizer, tokenizer_folder
+from tests.pipelines.tiny.base import TinyPipeline, finished, mt5_tokenizer, needed, picture_vae, t5_encoder, t5_tokenizer, tokenizer_folder
 
 T5, BERT, MT5 = 40, 24, 32
 CALL: dict[str, Any] = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "latent"}
@@ -72,8 +77,9 @@ def auraflow() -> Any:
 
 
 def hunyuandit() -> Any:
+    kind = needed("HunyuanDiTPipeline")
     torch.manual_seed(0)
-    tokenizer = BertTokenizer.from_pretrained(tokenizer_folder("hunyuan_dit/tokenizer"))
+    tokenizer = BertTokenizerFast.from_pretrained(tokenizer_folder("hunyuan_dit/tokenizer"))
     bert = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=BERT,
@@ -98,7 +104,7 @@ def hunyuandit() -> Any:
         pooled_projection_dim=16,
     )
     return finished(
-        HunyuanDiTPipeline(
+        kind(
             vae=picture_vae(4),
             text_encoder=BertModel(bert),
             tokenizer=tokenizer,

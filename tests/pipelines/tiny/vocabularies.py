@@ -5,7 +5,9 @@ Qwen's byte pairs come with the package dashscope, of which nothing is imported.
 
 import base64
 import importlib.util
+import inspect
 import json
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,11 +16,14 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer, TokenizersBackend
+from transformers import AddedToken, GemmaTokenizerFast, PreTrainedTokenizerFast, Qwen2TokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from assets.recipe.captions import COLOURS, STYLES, caption
 from tests.pipelines.tiny.base import tokenizer_folder
+
+# Since transformers 5; before that a fast tokenizer is made from files, or of a backend.
+TAKES_VOCABULARIES = "vocab" in inspect.signature(Qwen2TokenizerFast.__init__).parameters
 
 QWEN_25_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
@@ -77,16 +82,24 @@ def _qwen_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return _byte_pairs({base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)})
 
 
-def qwen(tokens: tuple[str, ...]) -> Qwen2Tokenizer:
+def qwen(tokens: tuple[str, ...]) -> Qwen2TokenizerFast:
     """The vocabulary of Qwen 2, 2.5 and 3: 151,643 byte pairs and a model's special tokens behind them."""
     vocab, merges = _qwen_pairs()
     ids = {token: len(vocab) + i for i, token in enumerate(tokens)}
-    tokenizer = Qwen2Tokenizer(vocab={**vocab, **ids}, merges=merges, eos_token="<|im_end|>")
+    if TAKES_VOCABULARIES:
+        tokenizer = Qwen2TokenizerFast(vocab={**vocab, **ids}, merges=merges, eos_token="<|im_end|>")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            files = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
+            files[0].write_text(json.dumps(vocab))
+            files[1].write_text("#version: 0.2\n" + "".join(f"{one} {other}\n" for one, other in merges))
+            tokenizer = Qwen2TokenizerFast(*map(str, files))
     tokenizer.add_tokens([AddedToken(token, special=token.startswith("<|")) for token in tokens])
+    tokenizer.eos_token = "<|im_end|>"
     return tokenizer
 
 
-def qwen_3() -> Qwen2Tokenizer:
+def qwen_3() -> Qwen2TokenizerFast:
     tokenizer = qwen(QWEN_3_TOKENS)
     tokenizer.chat_template = QWEN_3_CHAT
     return tokenizer
@@ -117,13 +130,18 @@ def _gemma_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return model["vocab"], [(one, other) for one, other in model["merges"]]
 
 
-def gemma() -> GemmaTokenizer:
+def gemma() -> GemmaTokenizerFast:
     """Gemma's class and special tokens, <bos> in front and padding on the left as there; its pieces are those of our captions."""
     vocab, merges = _gemma_pairs()
-    return GemmaTokenizer(vocab={**vocab}, merges=merges, add_bos_token=True)
+    if TAKES_VOCABULARIES:
+        return GemmaTokenizerFast(vocab={**vocab}, merges=merges, add_bos_token=True)
+    backend = Tokenizer(BPE({**vocab}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return GemmaTokenizerFast(tokenizer_object=backend, add_bos_token=True)
 
 
-def mistral_3() -> TokenizersBackend:
+def mistral_3() -> PreTrainedTokenizerFast:
     """Mistral Small 3's special tokens and its rules for words, padding on the left; its byte pairs are those of our captions."""
     trained = Tokenizer(BPE())
     split = pre_tokenizers.Split(Regex(MISTRAL_WORDS), behavior="isolated")
@@ -134,9 +152,9 @@ def mistral_3() -> TokenizersBackend:
     trained.train_from_iterator(_captions(), trainer)
     trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    return TokenizersBackend(tokenizer_object=trained, padding_side="left", chat_template=MISTRAL_CHAT, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=trained, padding_side="left", chat_template=MISTRAL_CHAT, **names)
 
 
-def llama_3() -> TokenizersBackend:
+def llama_3() -> PreTrainedTokenizerFast:
     """Llama 3 with the two tokens of Llava: 128,259. Read as LlamaTokenizer, as its files say, it would lose its spaces."""
-    return TokenizersBackend.from_pretrained(tokenizer_folder("hunyuan_video/tokenizer_2"))
+    return PreTrainedTokenizerFast.from_pretrained(tokenizer_folder("hunyuan_video/tokenizer_2"))

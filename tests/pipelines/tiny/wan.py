@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import diffusers
+import pytest
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from transformers import UMT5Config, UMT5EncoderModel
 
 from tests.pipelines.tiny.base import TinyPipeline, finished, mt5_tokenizer, t5_encoder
@@ -28,6 +31,10 @@ def _denoiser() -> WanTransformer3DModel:
 
 def wan(*, denoisers: int = 1, **more: Any) -> Any:
     """`more` goes to WanPipeline: boundary_ratio, expand_timesteps."""
+    try:
+        prompt_clean("a cat")
+    except NameError:
+        pytest.skip(f"Wan of diffusers {diffusers.__version__} does not run without the library ftfy")
     torch.manual_seed(0)
     statistics = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
     return finished(

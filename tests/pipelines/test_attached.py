@@ -1,0 +1,38 @@
+"""Every tiny pipeline takes a concept: it moves the encoders' states where the trigger stands, and no bit of a prompt without it."""
+
+import pytest
+import torch
+
+import tiny_engram
+from tests.pipelines.test_tiny_pipelines import EVERY
+from tiny_engram.config import ConceptConfig
+
+PROMPT, PLAIN = "a photo of a zqx bolo on a table", "a photo of an old dog on a table"
+
+
+@torch.no_grad()
+def states(adapter, pipe, prompt):
+    """What the denoiser is given of each encoder of which it reads states."""
+    found = adapter.family.states(pipe, adapter.family.embeds(pipe, [prompt]))
+    return {spec.role: found[spec.role] for spec in adapter.family.encoders if not spec.pooled and spec.role in adapter.mounts}
+
+
+def moved(one, other):
+    one, other = (x[0] for x in (one, other))  # a batch, or a list of one
+    return (one != other).any(-1).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+def test_it_moves_what_stands_at_the_trigger(tiny, kind):
+    pipe = kind.build()
+    adapter = tiny_engram.attach(pipe)
+    adapter.load_concept(tiny.concept(adapter, "zqx bolo", config=ConceptConfig(mounts=("input", "span"))))
+    ours, same = states(adapter, pipe, PROMPT), states(adapter, pipe, PLAIN)
+    adapter.disable_concepts()
+    plain = states(adapter, pipe, PROMPT)
+    assert ours
+    for role, found in ours.items():
+        at = moved(found, plain[role])
+        assert at and at == list(range(at[0], at[-1] + 1)) and len(at) < 12
+        assert not moved(same[role], states(adapter, pipe, PLAIN)[role])
+    adapter.detach()
