@@ -19,6 +19,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +92,7 @@ def fingerprint(pipe: DiffusionPipeline) -> str:
 
 
 @torch.no_grad()
-def generate(pipe: DiffusionPipeline, prompts: list[str], *, seed: int, steps: int, guidance: float, batch: int) -> torch.Tensor:
+def generate(pipe: Any, prompts: list[str], *, seed: int, steps: int, guidance: float, batch: int) -> torch.Tensor:
     """`[len(prompts), 3, 128, 128]` in [-1, 1], rounded to 8 bits as a saved picture is. Picture i is drawn from seed + i."""
     BENCH.mkdir(parents=True, exist_ok=True)
     weights = fingerprint(pipe)

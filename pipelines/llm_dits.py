@@ -16,7 +16,7 @@ SANA = Family(
 
 LUMINA_2 = Family(
     name="lumina-2",
-    pipelines=("Lumina2Pipeline"),
+    pipelines=("Lumina2Pipeline",),
     encoders=(
         EncoderSpec(
             "llm", "text_encoder", "tokenizer", reads=-2, window=window_behind(lambda pipe: f"{pipe.system_prompt} <Prompt Start> ")

@@ -50,6 +50,7 @@ def test_cross_attentions_have_a_block_and_a_feed_forward_layer_behind_them(pipe
     unet = pipe.unet if which == "tiny" else embedded_unet(repo_root)
     family = family_of(pipe)
     assert family is not None
+    assert family.attentions is not None
     attentions = family.attentions(unet, "clip_l")
     assert tuple(a.block for a in attentions) == blocks
     names: dict[Any, str] = {module: name for name, module in unet.named_modules()}
