@@ -134,7 +134,7 @@ CHROMA = Family(
 PIXART = Family(
     name="pixart",
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline", "PixArtSigmaPAGPipeline"),
-    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, masked=True, window=sequence_window),),
+    encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", text=preprocessed, lower_case=True, masked=True, window=sequence_window),),
     returns=WITH_MASKS,
     attentions=masked_across_transformer_blocks,
     # Bins are of the published sizes: other ones would be drawn larger and scaled down, or not at all. Cleaning without its libraries is

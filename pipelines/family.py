@@ -47,6 +47,7 @@ class EncoderSpec:
         masked: does the pipeline give it the tokenizer's attention mask?
         window: pipe -> most tokens of that text that the pipeline lets through, with the special tokens that the tokenizer alone adds; None
             for the tokenizer's own `model_max_length`.
+        lower_case: does `text` write all prompts in lower case? Then other spellings of a trigger need no rows.
         offset: place of its first state in what the denoiser reads, where several encoders' states stand one behind the other.
     """
 
@@ -60,6 +61,7 @@ class EncoderSpec:
     masked: bool = False
     window: Callable[[Any], int] | None = None
     offset: int = 0
+    lower_case: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ __all__ = ["FLUX_2", "FLUX_2_KLEIN", "LUMINA_2", "QWEN_IMAGE", "SANA", "Z_IMAGE"
 SANA = Family(
     name="sana",
     pipelines=("SanaPipeline", "SanaPAGPipeline", "SanaControlNetPipeline"),
-    encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, window=sequence_window),),
+    encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, lower_case=True, window=sequence_window),),
     returns=WITH_MASKS,
     attentions=sana,
 )

@@ -299,7 +299,7 @@ class EngramAdapter(Scheduling):
     def compile(self, trigger: str, aliases: Sequence[str] = ()) -> dict[str, CompiledTrigger]:
         """The trigger as each encoder's tokenizer sees it. Raises TriggerError for one that cannot be registered."""
         return {
-            role: compile_trigger(trigger, mount.tokenizer, aliases, compressed=mount.store.compressed)
+            role: compile_trigger(trigger, mount.tokenizer, aliases, compressed=mount.store.compressed, lower_case=mount.lower_case)
             for role, mount in self.mounts.items()
         }
 

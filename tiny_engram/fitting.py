@@ -100,9 +100,10 @@ def _fit_role(name: str, concept: Concept, mount: EncoderMounts, trigger: str | 
                 f"concept {name!r} has map {what!r} of {mapped.channels} channels at {role}, expected {known}; "
                 "load it into the base it was made for"
             )
+    about = {"compressed": store.compressed, "lower_case": mount.lower_case}
     if trigger is not None:
-        return _renamed(name, rows, compile_trigger(trigger, mount.tokenizer, compressed=store.compressed))
-    now = compile_trigger(concept.trigger, mount.tokenizer, concept.aliases, compressed=store.compressed)
+        return _renamed(name, rows, compile_trigger(trigger, mount.tokenizer, **about))
+    now = compile_trigger(concept.trigger, mount.tokenizer, concept.aliases, **about)
     canonical = {v.ids: now.groups[v.group].canonical for v in now.variants}
     for variant in rows.variants:
         if canonical.get(variant.ids) != rows.groups[variant.group].canonical:

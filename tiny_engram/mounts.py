@@ -65,6 +65,7 @@ class EncoderMounts(HookSet):
     states at those spans, of every layer, are taken from that pass, and the rest of the sentence keeps the bits of the plain one.
 
     Attributes:
+        lower_case: does the pipeline write all prompts in lower case?
         templates: words that the pipeline puts around prompts, in which nothing fires.
         encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
         calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
@@ -85,11 +86,13 @@ class EncoderMounts(HookSet):
         reads: int | tuple[int, ...] | None = None,
         pooled: bool = False,
         templates: PromptTemplates | None = None,
+        lower_case: bool = False,
     ) -> None:
         self.role = role
         self.store = store
         self._tokenizer = tokenizer
         self.encoded: EncodedPrompts | EncodedPositions = EncodedPrompts()
+        self.lower_case = lower_case
         self.templates = templates or PromptTemplates((), 0)
         self.unseen = 0
         self.proof: list[torch.Tensor] | None = None

@@ -108,6 +108,7 @@ def mounts_at(pipe: Any, family: Any, spec: Any, *, owner: Any, hooks: PlaceHook
         final_norm=norm,
         reads=spec.reads,
         pooled=spec.pooled,
+        lower_case=spec.lower_case,
         templates=PromptTemplates(special, compressed.pad_id if not special else min(special)),
     )
     if family.projected:

@@ -167,12 +167,16 @@ def text_window(tokenizer: Any) -> int | None:
     return limit - tokenizer.num_special_tokens_to_add(pair=False)
 
 
-def sequences_of(spelling: str, tokenizer: Any) -> tuple[dict[tuple[int, ...], str], list[str]]:
-    """Distinct raw id sequences of one spelling (-> the case form that gave it), and the strings where it does not stand alone."""
+def sequences_of(spelling: str, tokenizer: Any, *, lower_case: bool = False) -> tuple[dict[tuple[int, ...], str], list[str]]:
+    """Distinct raw id sequences of one spelling (-> the case form that gave it), and the strings where it does not stand alone.
+
+    lower_case: the tokenizer is given nothing else, so that it need not be known in other cases.
+    """
     backend = backend_of(tokenizer)
     bare_mark = backend.token_to_id(WORD_START)
     contexts = [(before, " x") for before in BEFORE] + [("x ", after) for after in AFTER if after != " x"]
-    places = [(before + form + after, len(before), len(form), form) for form in case_forms(spelling) for before, after in contexts]
+    forms = (spelling.lower(),) if lower_case else case_forms(spelling)
+    places = [(before + form + after, len(before), len(form), form) for form in forms for before, after in contexts]
     found: dict[tuple[int, ...], str] = {}
     fused: list[str] = []
     for (text, start, length, form), (ids, offsets) in zip(places, encode_with_offsets(tokenizer, [p[0] for p in places]), strict=True):
@@ -218,7 +222,12 @@ def spelling_warnings(spelling: str, tokenizer: Any) -> list[str]:
 
 
 def compile_trigger(
-    text: str, tokenizer: Any, aliases: Sequence[str] = (), *, compressed: CompressedTokenizer | None = None
+    text: str,
+    tokenizer: Any,
+    aliases: Sequence[str] = (),
+    *,
+    compressed: CompressedTokenizer | None = None,
+    lower_case: bool = False,
 ) -> CompiledTrigger:
     """Find the raw id sequences that a trigger and its aliases take in running text.
 
@@ -228,6 +237,7 @@ def compile_trigger(
         aliases: further spellings (plural, accent, another dash) that belong to the same concept and own rows of their own where
             their canonical ids differ.
         compressed: the tokenizer's compressed form, if at hand (building it reads the whole vocabulary).
+        lower_case: does the pipeline write all prompts in lower case?
 
     Raises:
         TriggerError: empty, all punctuation, unknown to the tokenizer, longer than the text window, nowhere a word of its own.
@@ -246,7 +256,7 @@ def compile_trigger(
     fused: list[str] = []
     warnings: list[str] = []
     for spelling in spellings:
-        found, straddled = sequences_of(spelling, tokenizer)
+        found, straddled = sequences_of(spelling, tokenizer, lower_case=lower_case)
         if not found:
             raise TriggerError(
                 f"trigger {spelling!r} fuses with its neighbours in every place; expected a word that stands alone, such as 'sks'"

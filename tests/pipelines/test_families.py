@@ -6,7 +6,10 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
+import tiny_engram
+from tests.pipelines.tiny import t5
 from tiny_engram.pipelines.families import family_of
+from tiny_engram.triggers import compile_trigger
 
 EMBEDDED = "assets/bases/emoji-sd/unet"
 
@@ -76,3 +79,17 @@ def test_cross_attentions_have_a_block_and_a_feed_forward_layer_behind_them(pipe
         a.block == part[0].partition("_")[0] + (part[1] if a.block != "mid" else "") for a, part in zip(attentions, parts, strict=True)
     )
     assert all(reads[a.module] == reads[a.feedforward] == a.channels for a in attentions)
+
+
+def test_where_prompts_are_written_in_lower_case_a_trigger_needs_no_other_rows(tiny):
+    pipe = next(one for one in t5.PIPELINES if one.name == "pixart:sigma").build()
+    adapter = tiny_engram.attach(pipe)
+    try:
+        compiled = adapter.compile("Tako-Blip")["t5"]
+        whole = compile_trigger("Tako-Blip", pipe.tokenizer, compressed=adapter.mounts["t5"].store.compressed)
+        assert {v.text for v in compiled.variants} == {"tako-blip"} and compiled.positions < whole.positions / 2
+        adapter.load_concept(tiny.concept(adapter, "Tako-Blip", name="tako"))
+        for prompt in ("a Tako-Blip", "a TAKO-BLIP on red", "tako-blip, tako-blip"):
+            assert {f.name for f in adapter.explain(prompt).fired} == {"tako"}
+    finally:
+        adapter.detach()

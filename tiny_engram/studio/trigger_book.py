@@ -34,6 +34,7 @@ class Voice:
     tokenizer: Any
     edges: EdgeTables
     compressed: CompressedTokenizer
+    lower_case: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,10 @@ class TriggerBook:
 
     def __init__(self, mounts: Mapping[str, Any], library: Any) -> None:
         self.voices: Mapping[str, Voice] = MappingProxyType(
-            {role: Voice(copy.deepcopy(mount.tokenizer), mount.store.index.edges, mount.store.compressed) for role, mount in mounts.items()}
+            {
+                role: Voice(copy.deepcopy(mount.tokenizer), mount.store.index.edges, mount.store.compressed, mount.lower_case)
+                for role, mount in mounts.items()
+            }
         )
         self._library = library
         self._lock = threading.RLock()
@@ -82,7 +86,8 @@ class TriggerBook:
         """As the adapter's. Raises TriggerError for one that cannot be registered."""
         with self._lock:
             return {
-                role: compile_trigger(trigger, voice.tokenizer, aliases, compressed=voice.compressed) for role, voice in self.voices.items()
+                role: compile_trigger(trigger, voice.tokenizer, aliases, compressed=voice.compressed, lower_case=voice.lower_case)
+                for role, voice in self.voices.items()
             }
 
     def encode(self, role: str, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:

@@ -21,16 +21,15 @@ from benchmarks.personalization.methods.class_fit import fit_class
 from benchmarks.personalization.methods.maps import Maps, ranks_of
 from benchmarks.personalization.methods.method import Adapters, Rows
 from benchmarks.personalization.methods.ours_options import Options
+from benchmarks.personalization.methods.product import attention_blocks, compiled_trigger
 from benchmarks.personalization.methods.spans import BASES, CONFIG, Places, context_inputs, encoder_with, gathered, hooked, moved
 from benchmarks.personalization.runs import Run, Shares
 from tiny_engram.concept import Concept
 from tiny_engram.config import BLOCK
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.mount_names import ContextName
-from tiny_engram.pipelines.families import family_of
 from tiny_engram.quantization import fake_quantize, quantize
 from tiny_engram.role_mounts import vocabulary_of
-from tiny_engram.triggers import CompiledTrigger, compile_trigger
 
 if TYPE_CHECKING:
     from benchmarks.personalization.base import Base
@@ -62,7 +61,7 @@ class Ours(Adapters):
         # what `states` found and read, and what that holds for; with the batch, so that its id is not another's
         self._ahead: tuple[tuple[Any, ...], Rows, Places, Mapping[str, torch.Tensor]] | None = None
         self.positions = [len(base.word_ids(base.subject(run.subject).trigger)) for run in runs]
-        self.shipped = [_compiled(base, run).positions for run in runs]
+        self.shipped = [compiled_trigger(base, run).positions for run in runs]
         self.widths = {kind: base.context_width if kind in options.context else base.width for kind in options.kinds}
         for width in self.widths.values():
             if options.columns and options.columns > CONFIG.columns_at(width):
@@ -71,7 +70,7 @@ class Ours(Adapters):
         for kind in options.deep:
             if kind != "input" and int(kind.removeprefix("layer-")) >= layers:
                 raise ValueError(f"mount {kind} of an encoder with {layers} layers; expected layer-0 to layer-{layers - 1}")
-        self.blocks = _blocks(base)
+        self.blocks = attention_blocks(base)
         self.groups = _groups(base, self.blocks, options.share)
         self._timesteps: int = base.scheduler.config.num_train_timesteps
 
@@ -325,7 +324,7 @@ class Ours(Adapters):
         """One run as the product's concept, for `pipe.load_concept`."""
         subject, mounts, options, role = base.subject(self.runs[run].subject), self.mounts(), self.options, base.spec.role
         _, compressed = vocabulary_of(base.tokenizer)
-        compiled = _compiled(base, self.runs[run])
+        compiled = compiled_trigger(base, self.runs[run])
         if (taught := len(compiled.groups[0].canonical)) != self.positions[run]:
             raise ValueError(f"trigger {subject.trigger!r} has {taught} positions as it is written, expected {self.positions[run]}")
         ranks = self.maps.ranks
@@ -369,19 +368,6 @@ class Ours(Adapters):
 def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The denoiser's timestep, however it was passed."""
     return args[1] if len(args) > 1 else kwargs["timestep"]
-
-
-def _compiled(base: Base, run: Run) -> CompiledTrigger:
-    """A run's trigger as the product reads it."""
-    return compile_trigger(base.subject(run.subject).trigger, base.tokenizer, (), compressed=vocabulary_of(base.tokenizer)[1])
-
-
-def _blocks(base: Base) -> list[str]:
-    """The block that each cross-attention lies in, as the product calls it: down0 and so on."""
-    family = family_of(base.pipe)
-    if family is None or family.attentions is None:
-        raise ValueError(f"{type(base.pipe).__name__} is no pipeline that concepts can be attached to")
-    return [attention.block for attention in family.attentions(base.denoiser, base.spec.role)]
 
 
 def _groups(base: Base, blocks: Sequence[str], share: str) -> list[int]:
