@@ -37,6 +37,7 @@ test-gpu: .venv/test.stamp
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest -m gpu
 
 test-families: .venv/test.stamp
+	rm -f benchmarks/results/families-conformance.json
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest tests/pipelines/conformance -m 'families or not families' \
 		--families-json benchmarks/results/families-conformance.json
 	TINY_ENGRAM_NO_SKIPS=1 $(BIN)/pytest --ignore tests/pipelines/conformance -m families

@@ -121,7 +121,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
     tiny = params.get("tiny_case")
     if tiny is not None and (report.when == "call" or not report.passed):
         result = "failed" if report.failed else getattr(report, "wasxfail", "") or "passed"
-        check = item.name.partition("[")[0].removeprefix("test_").replace("_", " ")
+        others = [str(value) for name, value in sorted(params.items()) if name not in ("tiny_case", "mode")]
+        check = " ".join([item.name.partition("[")[0].removeprefix("test_"), *others]).replace("_", " ")
         found = {"pipeline": tiny.name, "mode": params.get("mode", ""), "check": check, "result": result}
         item.config.stash.setdefault(RECORDS, []).append(found)
     return report

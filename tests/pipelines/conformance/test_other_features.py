@@ -43,7 +43,7 @@ def check(subject: Any, bare: Any, ours: Any) -> Any:
     return now
 
 
-@each_pipeline(has_lora)
+@each_pipeline(has_lora, default=("stable-diffusion-1", "flux:dev"))
 def test_lora_before_and_after(subject, own, tmp_path):
     made, bare = subject.concept(subject.everywhere), subject.tiny.build()
     subject.adapter.load_concept(made)
@@ -69,7 +69,7 @@ def test_lora_before_and_after(subject, own, tmp_path):
     assert torch.equal(picture(subject.tiny, bare, PROMPT), picture(subject.tiny, own, PROMPT))
 
 
-@each_pipeline(has_textual_inversion)
+@each_pipeline(has_textual_inversion, default=("stable-diffusion-1", "stable-diffusion-xl"))
 @pytest.mark.parametrize("place", ["output", "embeddings"])
 def test_textual_inversion_before_and_after(subject, place, own):
     made, bare = subject.concept(subject.everywhere if place == "output" else "input"), subject.tiny.build()
