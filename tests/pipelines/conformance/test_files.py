@@ -52,7 +52,7 @@ def test_twenty_loads_and_unloads_leave_nothing(subject):
             assert same(plain, embeds_of(subject.family, subject.pipe, PROMPT))
             counts.append(tensors())
             hooks.append(sum(len(hooks_of(part)) for part in subject.pipe.components.values() if isinstance(part, torch.nn.Module)))
-    assert counts[0] == counts[1] and hooks[0] == hooks[1]
+    assert counts[1] <= counts[0] and hooks[0] == hooks[1]  # of others, tensors may have gone meanwhile
     assert all(not mount.store.row_bytes for mount in subject.adapter.mounts.values())
 
 
