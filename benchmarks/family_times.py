@@ -131,12 +131,11 @@ def _encode(pipe: Any, prompt: str) -> Any:
 
 def tiny(repeats: int) -> None:
     """Every tiny pipeline of the tests."""
-    from tests.pipelines.tiny import flux, language, stable_diffusion, t5, videos, wan
+    from tests.pipelines.tiny.every import EVERY
 
-    every = (*stable_diffusion.PIPELINES, *flux.PIPELINES, *t5.PIPELINES, *wan.PIPELINES, *videos.VIDEOS, *language.LANGUAGE)
     figures: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    for entry in every:
+    for entry in EVERY:
         pipe = entry.build()
         first, again = attach_ms(pipe)
         figures[entry.name] = {"first_attach_ms": first, "attach_ms": again}

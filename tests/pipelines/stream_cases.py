@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from tests.pipelines.tiny import flux, language, stable_diffusion, t5, videos, wan
 from tests.pipelines.tiny.base import TinyPipeline
+from tests.pipelines.tiny.every import EVERY
 from tiny_engram.residual import Spans, apply_concept
 
-EVERY = (*stable_diffusion.PIPELINES, *flux.PIPELINES, *t5.PIPELINES, *wan.PIPELINES, *videos.VIDEOS, *language.LANGUAGE)
 # SD 1.x and 2.x have tests of their own; Kontext is FLUX with a picture.
 STREAMS = {e.name: e for e in EVERY if e.family not in ("stable-diffusion-1", "stable-diffusion-2", "stable-diffusion-xl")}
 TRIGGER, PROMPT, PLAIN = "vortex cat", "a photo of a vortex cat on a table", "a photo of an old cat on a table"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny_engram
-from tests.pipelines.test_tiny_pipelines import EVERY
+from tests.pipelines.tiny.every import cases
 from tiny_engram.config import ConceptConfig
 
 PROMPT, PLAIN = "a photo of a zqx bolo on a table", "a photo of an old dog on a table"
@@ -22,7 +22,7 @@ def moved(one, other):
     return (one != other).any(-1).nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", cases())
 def test_it_moves_what_stands_at_the_trigger(tiny, kind):
     pipe = kind.build()
     adapter = tiny_engram.attach(pipe)

@@ -6,13 +6,14 @@ import torch
 import tiny_engram
 from tests.pipelines.stream_cases import PLAIN, PROMPT, STREAMS, TRIGGER, TRUE_GUIDANCE, TWO_CALLS, expected, place_of, reads, spans_of
 from tests.pipelines.tiny.base import picture
+from tests.pipelines.tiny.every import cases
 from tiny_engram.config import ConceptConfig
 
 SIDES = ConceptConfig(mounts=("context",))
 BANDS = ConceptConfig(mounts=("context",), share="block", bands=4)
 
 
-@pytest.fixture(scope="module", params=STREAMS.values(), ids=lambda tiny: tiny.name)
+@pytest.fixture(scope="module", params=cases(STREAMS.values()))
 def built(request):
     """One of the tiny pipelines with an adapter, and what it draws without a concept."""
     entry = request.param

@@ -15,15 +15,14 @@ import torch
 from diffusers import ControlNetModel, HeunDiscreteScheduler, StableDiffusionXLControlNetPipeline
 
 import tiny_engram
-from tests.pipelines.tiny import flux, language, stable_diffusion, t5, videos, wan
 from tests.pipelines.tiny.base import TinyPipeline
+from tests.pipelines.tiny.every import EVERY, cases
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import MountError
 
 PROMPT, NEGATIVE, PLAIN = "a photo of a vortex cat on a table", "a blurred vortex cat", "two green trees"
-EVERY = (*stable_diffusion.PIPELINES, *flux.PIPELINES, *t5.PIPELINES, *wan.PIPELINES, *videos.VIDEOS, *language.LANGUAGE)
 DEFAULT = ("stable-diffusion-1", "stable-diffusion-xl", "stable-diffusion-3:no-t5", "flux:schnell", "pixart:sigma", "wan:2.2-a14b")
-CASES = [pytest.param(tiny, id=tiny.name, marks=() if tiny.name in DEFAULT else pytest.mark.families) for tiny in EVERY]
+CASES = cases(default=DEFAULT)
 STEPS = 4
 # Arguments of denoisers that hold text states or pooled vectors.
 TEXT = ("encoder_hidden_states", "encoder_hidden_states_t5", "pooled_projections", "added_cond_kwargs", "cap_feats")

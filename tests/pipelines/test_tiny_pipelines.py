@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipelines.tiny import flux, language, stable_diffusion, t5, videos, wan
+from tests.pipelines.tiny import language, videos, wan
 from tests.pipelines.tiny.base import clip_tokenizer, mt5_tokenizer, picture, sentencepiece_tokenizer, t5_tokenizer
+from tests.pipelines.tiny.every import cases
 
 PROMPT, OTHER = "a photo of a vortex cat on a table", "a photo of an old dog on a table"
-EVERY = (*stable_diffusion.PIPELINES, *flux.PIPELINES, *t5.PIPELINES, *wan.PIPELINES, *videos.VIDEOS, *language.LANGUAGE)
 
 
-@pytest.fixture(scope="module", params=EVERY, ids=lambda tiny: tiny.name)
+@pytest.fixture(scope="module", params=cases())
 def built(request):
     return request.param, request.param.build()
 

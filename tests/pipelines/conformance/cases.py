@@ -7,22 +7,12 @@ from typing import Any
 import diffusers
 import pytest
 
-from tests.pipelines.tiny import flux, language, stable_diffusion, t5, videos, wan
 from tests.pipelines.tiny.base import TinyPipeline
+from tests.pipelines.tiny.every import DEFAULT, EVERY
 from tiny_engram.config import ConceptConfig
 from tiny_engram.pipelines.families import FAMILIES
 from tiny_engram.pipelines.family import Family
 
-PIPELINES = (
-    *stable_diffusion.PIPELINES,
-    *flux.PIPELINES,
-    *t5.PIPELINES,
-    *wan.PIPELINES,
-    *language.LANGUAGE,
-    *videos.VIDEOS,
-)
-# One of each kind of encoder, denoiser and guidance: tried at every run of the tests. All others by `make test-families`.
-DEFAULT = ("stable-diffusion-1", "stable-diffusion-xl", "stable-diffusion-3", "flux:dev", "pixart:sigma", "wan:2.1")
 # Tiny pipelines are named in short.
 NAMES = {"stable-diffusion-2": "stable-diffusion-1", "flux": "flux-1", "hunyuandit": "hunyuan-dit", "ltx": "ltx-video"}
 # Mounts that a concept has in each mode; one that is added here is tried by every check over modes. A pooled vector is beside states of
@@ -109,12 +99,12 @@ def _param(tiny: TinyPipeline, *values: Any, id: str | None = None, default: Col
 
 def each_pipeline(when: Callable[[TinyPipeline], bool] = lambda tiny: True, default: Collection[str] = DEFAULT) -> Any:
     """Over every tiny pipeline, or those that something is true of: the fixture `tiny_case`. All but `default` are marked `families`."""
-    return pytest.mark.parametrize("tiny_case", [_param(t, default=default) for t in PIPELINES if when(t)], indirect=True)
+    return pytest.mark.parametrize("tiny_case", [_param(t, default=default) for t in EVERY if when(t)], indirect=True)
 
 
 def each_mode(when: Callable[[TinyPipeline], bool] = lambda tiny: True, modes: Iterable[str] = tuple(MODES)) -> Any:
     """The same, and each mode that the family offers."""
-    chosen = [(t, mode) for t in PIPELINES if when(t) for mode in modes if has_mode(t, mode)]
+    chosen = [(t, mode) for t in EVERY if when(t) for mode in modes if has_mode(t, mode)]
     return pytest.mark.parametrize(
         ("tiny_case", "mode"),
         [_param(tiny, mode, id=f"{tiny.name}-{mode}") for tiny, mode in chosen],

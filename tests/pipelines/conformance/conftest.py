@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import tiny_engram
-from tests.pipelines.conformance.cases import PIPELINES, TRIGGER, config_of, family_named
+from tests.pipelines.conformance.cases import TRIGGER, config_of, family_named
 from tests.pipelines.tiny.base import TinyPipeline, picture
+from tests.pipelines.tiny.every import EVERY
 from tests.tiny_pipeline import concept
 from tiny_engram.hooks import hooks_of
 
@@ -95,7 +96,7 @@ def _params(item: pytest.Item) -> dict[str, Any]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of one pipeline one behind the other, so that it is built once and only one is held."""
     mine = [k for k, item in enumerate(items) if "tiny_case" in _params(item)]
-    order = {tiny.name: k for k, tiny in enumerate(PIPELINES)}
+    order = {tiny.name: k for k, tiny in enumerate(EVERY)}
     ordered = sorted((items[k] for k in mine), key=lambda item: order[_params(item)["tiny_case"].name])
     for k, item in zip(mine, ordered, strict=True):
         items[k] = item
@@ -146,7 +147,7 @@ def _record(results: list[dict[str, str]]) -> dict[str, Any]:
             "real_tokenizer": tiny.real_tokenizer,
             "notes": tiny.notes,
         }
-        for tiny in PIPELINES
+        for tiny in EVERY
     ]
     versions = {name: version(name) for name in ("diffusers", "transformers", "torch")}
     return {"versions": versions, "pipelines": about, "results": results}

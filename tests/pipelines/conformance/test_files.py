@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import tiny_engram
-from tests.pipelines.conformance.cases import PIPELINES, PROMPT, TRIGGER, each_mode, each_pipeline, family_named
+from tests.pipelines.conformance.cases import PROMPT, TRIGGER, each_mode, each_pipeline, family_named
 from tests.pipelines.conformance.reading import embeds_of, same
 from tests.pipelines.tiny.base import picture
+from tests.pipelines.tiny.every import EVERY
 from tests.tiny_pipeline import concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.hooks import hooks_of
@@ -61,7 +62,7 @@ def foreign() -> Any:
     """Concepts made on Stable Diffusion 1 and PixArt, which are small: one of them is another family's anywhere."""
     made = {}
     for name in ("stable-diffusion-1", "pixart:sigma"):
-        pipe = next(tiny for tiny in PIPELINES if tiny.name == name).build()
+        pipe = next(tiny for tiny in EVERY if tiny.name == name).build()
         made[name.partition(":")[0]] = concept(tiny_engram.attach(pipe), TRIGGER, name="foreign")
     return made
 
