@@ -45,7 +45,7 @@ def test_the_comparison_of_methods_computes_the_same(parts):
     attention, states, text, fired, (here, behind) = parts
     # One slot: rows of the batch hold the same run's factors.
     factors = {site: tuple(f.expand(3, -1, -1) for f in pair) for site, pair in (("attention", here), ("feedforward", behind))}
-    layer = bench._Layer(attention, fired[:, None, :, None].repeat(1, 1, 1, CHANNELS // HEADS), factors, 1)
+    layer = bench._Layer(attention, fired[:, None, :, None].repeat(1, 1, 1, CHANNELS // HEADS), factors, 1, None)
     x, output = torch.randn(3, PLACES, CHANNELS), torch.randn(3, PLACES, CHANNELS)
     given = GivenMaps(fired, {})
     with torch.no_grad():

@@ -40,6 +40,7 @@ def test_a_fast_one_is_its_own_twin():
     assert fast_tokenizer(fast) is fast
 
 
+@pytest.mark.older
 def test_the_twin_of_clips_reads_the_same_and_tells_places(slow):
     twin = agree(slow)
     assert fast_tokenizer(slow) is twin and twin.model_max_length == slow.model_max_length == 77
@@ -50,6 +51,7 @@ def test_the_twin_of_clips_reads_the_same_and_tells_places(slow):
     assert ["a Kettle pot"[start:end] for start, end in offsets][0] == "a" and offsets[-1] == (9, 12)
 
 
+@pytest.mark.older
 def test_tokens_added_later_are_in_a_new_twin(slow):
     before = agree(slow)
     slow.add_tokens([AddedToken("<glim>")])
@@ -57,6 +59,7 @@ def test_tokens_added_later_are_in_a_new_twin(slow):
     assert after is not before and len(after) == len(before) + 1
 
 
+@pytest.mark.older
 def test_the_twin_of_t5s_reads_the_same():
     if issubclass(T5Tokenizer, transformers.PreTrainedTokenizerFast):
         pytest.skip(NONE_SLOW.format("T5Tokenizer"))
@@ -64,6 +67,7 @@ def test_the_twin_of_t5s_reads_the_same():
     agree(T5Tokenizer.from_pretrained(tokenizer_folder("flux/tokenizer_2"), legacy=False), TEXTS[:2])
 
 
+@pytest.mark.older
 def test_a_pipeline_with_a_slow_tokenizer(tiny, slow):
     pipe = tiny.build()
     pipe.tokenizer = copy.deepcopy(slow)
@@ -104,6 +108,7 @@ def test_one_that_has_no_twin_is_refused_in_a_line():
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.older
 def test_one_that_reads_other_ids_is_refused(slow):
     class Shouting(type(slow)):
         def _tokenize(self, text, **options):

@@ -240,6 +240,8 @@ class Cell:
             sys.executable,
             "-m",
             "pytest",
+            "-m",
+            "not slow and not gpu and not families",
             "-q",
             "--tb=short",
             "--continue-on-collection-errors",
