@@ -177,7 +177,7 @@ hub.commit_files(place, Path("."), ["b.txt"], message="second", parent=parent)
 def test_the_command_line(hub, online, concept_blobs, tmp_path, saved_pipe):
     (tmp_path / "zqx.safetensors").write_bytes(concept_blobs["zqx"])
     info = PngInfo()
-    info.add_itxt("parameters", json.dumps({"prompt": "a zqx in the sun", "concepts": ["/home/ann/zqx.safetensors"]}))
+    info.add_itxt("parameters", json.dumps({"prompt": "a zqx in the sun", "concepts": ["C:/mine/zqx.safetensors"]}))
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png", pnginfo=info)
     run = "from tiny_engram.cli import main\nmain(argv)"
     file, picture = str(tmp_path / "zqx.safetensors"), str(tmp_path / "red.png")
