@@ -190,7 +190,7 @@ def test_the_command_line(hub, online, concept_blobs, tmp_path, saved_pipe):
         {"text": "a zqx in the sun", "output": {"url": "images/zqx-0.png"}},
         {"text": "a zqx at night", "output": {"url": "images/zqx-1.png"}},
     ]
-    assert b"/home/ann" not in b"".join(repo.files().values())
+    assert b"C:/mine" not in b"".join(repo.files().values())
     repo.private = False
     assert online(run, argv=["inspect", "ann/shell", "--json"]) == 0 and json.loads(online.said)["trigger"] == "zqx"
     explain = ["explain", "--model", str(saved_pipe), "--device", "cpu", "--concept"]
