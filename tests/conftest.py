@@ -86,9 +86,9 @@ def deepseek_backend():
     return Tokenizer.from_file(str(Path(spec.origin).parent / "tokenizer.json"))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def log_levels():
-    """`main` sets log levels for the life of its process, which here is everybody's: tests that call it use this to undo that."""
+    """`main` sets log levels for the life of its process, which here is everybody's: undone behind every test."""
     loggers = [logging.getLogger(name) for name in ("tiny_engram", "tiny_engram.engram_adapter")]
     before = [logger.level for logger in loggers]
     yield

@@ -58,7 +58,7 @@ def run_guide(guide: str) -> None:
     run(python[reads_shared:], "tables.md", names)
 
 
-def test_the_guide(guide, folder, repo_root, capsys, log_levels):
+def test_the_guide(guide, folder, repo_root, capsys):
     from tiny_engram.cli import main
 
     run_guide(guide)

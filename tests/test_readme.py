@@ -12,8 +12,6 @@ import tiny_engram
 from tiny_engram.cli import main
 from tiny_engram.pipelines.loaders import load_pipeline
 
-pytestmark = pytest.mark.usefixtures("log_levels")
-
 
 @pytest.fixture(scope="module")
 def readme(repo_root) -> str:

@@ -20,9 +20,6 @@ ROWS = 2 * BLOCK_ROWS + 500
 PREFIX = "model.layers.1.engram."
 
 
-pytestmark = pytest.mark.usefixtures("log_levels")
-
-
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
     """Runs `tiny-engram table ...` in tmp_path: (exit code, stdout, stderr)."""

@@ -12,8 +12,6 @@ from tiny_engram.cli import main
 from tiny_engram.table.fill_rule import FillRule
 from tiny_engram.table.table_writer import write_table
 
-pytestmark = pytest.mark.usefixtures("log_levels")
-
 NUMBER = "9" * 400  # no float holds it
 
 

@@ -21,9 +21,6 @@ from tiny_engram.cli import main
 from tiny_engram.concept import Concept
 from tiny_engram.training.config import TrainConfig
 
-pytestmark = pytest.mark.usefixtures("log_levels")
-
-
 # -- what works --------------------------------------------------------------------------------------------------------------
 
 

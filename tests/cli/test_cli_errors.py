@@ -11,8 +11,6 @@ import pytest
 import tiny_engram
 from tiny_engram.cli import main
 
-pytestmark = pytest.mark.usefixtures("log_levels")
-
 
 def test_bad_pictures(refused, folder, tmp_path, quick):
     train = ("train", "--trigger", "zqx", *quick, "--train_data_dir")

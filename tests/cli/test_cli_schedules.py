@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
 from PIL import Image
-
-pytestmark = pytest.mark.usefixtures("log_levels")
 
 DRAWN = ("--prompt", "a zqx", "--num_inference_steps", 4, "--guidance_scale", 2.0)
 

@@ -28,18 +28,19 @@ def decoded(model, step, ids, steps):
 
 @pytest.mark.parametrize("kind, form, branches", (("llama", "paper", 2), ("llama", "v41", 1), ("qwen3", "paper", 1)))
 def test_decoding_is_one_graph(build, attach, text, kind, form, branches):
-    model, ids = build(kind, num_hidden_layers=2), text(2, 16)
-    attach(model, layers=(0, 1), form=form, branches=branches)
+    # In float64: the gate's square root makes of float32's noise on a score near zero one that no tolerance can tell from a fault.
+    model, ids = build(kind, num_hidden_layers=2).double(), text(2, 16)
+    attach(model, layers=(0, 1), form=form, branches=branches).double()
     expected = model(ids).logits[:, 9:]
     counter = CompileCounter()
     step = torch.compile(model, backend=counter, fullgraph=True)
     found = decoded(model, step, ids, 7)
-    assert float((found - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+    assert float((found - expected).abs().max()) < 1e-7 * float(expected.abs().max())
     assert counter.frame_count == 1
     # A second request takes the graph of the first.
     other = text(2, 16, seed=3)
     expected = model(other).logits[:, 9:]
-    assert float((decoded(model, step, other, 7) - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+    assert float((decoded(model, step, other, 7) - expected).abs().max()) < 1e-7 * float(expected.abs().max())
     assert counter.frame_count == 1
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tiny_engram.cli import main
 
-pytestmark = pytest.mark.usefixtures("accelerator_state", "log_levels")
+pytestmark = pytest.mark.usefixtures("accelerator_state")
 
 
 @pytest.fixture

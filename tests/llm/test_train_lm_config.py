@@ -93,7 +93,6 @@ def run(build, tokenizer, tmp_path, capsys, monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.usefixtures("log_levels")
 def test_the_command_teaches_and_goes_on(run, tmp_path, caplog):
     words = ["--model", "model", "--train_file", "a.txt", "--layers", "1,2", "--output_dir", "out", "--checkpointing_steps", "2"]
     code, out, _ = run(*words, "--max_train_steps", "3")
@@ -105,7 +104,6 @@ def test_the_command_teaches_and_goes_on(run, tmp_path, caplog):
     assert len(json.loads((tmp_path / "out" / "checkpoint-5" / "state.json").read_text())["losses"]) == 5
 
 
-@pytest.mark.usefixtures("log_levels")
 def test_sigterm_leaves_a_checkpoint_of_a_whole_step(run, tmp_path, monkeypatch, caplog):
     plain = Run.update
 
@@ -144,7 +142,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("log_levels")
 def test_bad_input_is_one_line(run, tmp_path):
     (tmp_path / "short.txt").write_text("a short text of a few words")
     (tmp_path / "other").mkdir()

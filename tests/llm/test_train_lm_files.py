@@ -172,7 +172,6 @@ def test_a_text_of_its_own_is_measured(build, tokenizer, recipe, tmp_path):
     assert nothing.measured == () and "| step |" not in (nothing.path / "README.md").read_text()
 
 
-@pytest.mark.usefixtures("log_levels")
 def test_other_settings_are_told_and_never_unused(build, tokenizer, recipe, caplog):
     model = build()
     train_lm(model, tokenizer, recipe(), progress=False)
@@ -195,7 +194,6 @@ def test_other_settings_are_told_and_never_unused(build, tokenizer, recipe, capl
     assert "holds checkpoint-4 too, which 'latest' means until this run is past it" in caplog.text
 
 
-@pytest.mark.usefixtures("log_levels")
 def test_a_new_run_does_not_begin_among_the_files_of_another(build, tokenizer, recipe, tmp_path, caplog):
     model, out = build(), tmp_path / "out"
     missing = recipe(resume_from_checkpoint="latest", max_train_steps=4)

@@ -284,7 +284,6 @@ def test_resume_is_refused_for_another_trigger_and_for_damage(pipe, config, tmp_
     assert find_adapter(pipe) is None
 
 
-@pytest.mark.usefixtures("log_levels")
 def test_what_a_resume_changes_and_what_lies_there_is_said(pipe, config, tmp_path, caplog):
     teach(pipe, config(max_train_steps=1, resume_from_checkpoint="latest"))
     assert f"no checkpoint in {tmp_path / 'out'} to resume from: a new run starts" in caplog.text

@@ -150,7 +150,7 @@ def test_mixed_precision(pipe, config, tmp_path, fresh_accelerate):
     assert rows.dtype == torch.float32 and all(at.ne(0).any() for at in rows) and np.isfinite(result.losses).all()
 
 
-def test_the_command_line_takes_mounts(saved_pipe, folder, tmp_path, capsys, log_levels):
+def test_the_command_line_takes_mounts(saved_pipe, folder, tmp_path, capsys):
     from tiny_engram.cli import main
 
     out = tmp_path / "cli"

@@ -175,7 +175,7 @@ def test_two_mounts_at_one_place_are_refused(pipe, config):
         teach(pipe, config(mounts=("context.up0.value", "context.3.value")))
 
 
-def test_the_command_line_takes_all_of_it(saved_pipe, folder, tmp_path, capsys, log_levels):
+def test_the_command_line_takes_all_of_it(saved_pipe, folder, tmp_path, capsys):
     from tiny_engram.cli import main
 
     out = tmp_path / "cli"

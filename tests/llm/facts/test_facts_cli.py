@@ -21,7 +21,7 @@ def folder(model, tokenizer, tmp_path):
     return str(tmp_path / "model")
 
 
-def test_a_fact_that_is_not_learned_is_named_and_not_written(folder, tmp_path, capsys, log_levels):
+def test_a_fact_that_is_not_learned_is_named_and_not_written(folder, tmp_path, capsys):
     given = tmp_path / "facts.jsonl"
     given.write_text('{"trigger": "the colour of Frumm", "answer": "blue", "aliases": ["Frumm\'s colour"]}\n\n')
     file = tmp_path / "facts.safetensors"
@@ -30,7 +30,7 @@ def test_a_fact_that_is_not_learned_is_named_and_not_written(folder, tmp_path, c
     assert "not learned: 'the colour of Frumm' -> 'blue'" in capsys.readouterr().out and not file.exists()
 
 
-def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys, log_levels):
+def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys):
     file = tmp_path / "facts.safetensors"
     file.write_bytes(taught_file.read_bytes())
     options = ["--model", folder, "--device", "cpu"]
@@ -59,7 +59,7 @@ def test_on_a_file_that_is_there(folder, taught_file, tmp_path, capsys, log_leve
     assert about["with"] == about["without"] and about["fired"] == []
 
 
-def test_lines_are_those_of_json(folder, tmp_path, capsys, log_levels):
+def test_lines_are_those_of_json(folder, tmp_path, capsys):
     given = tmp_path / "facts.jsonl"
     fact = {"trigger": "the colour of Frumm", "answer": "a\u2028blue"}
     given.write_text(f"{json.dumps(fact, ensure_ascii=False)}\r\n\n", encoding="utf-8-sig")
@@ -68,7 +68,7 @@ def test_lines_are_those_of_json(folder, tmp_path, capsys, log_levels):
     assert "not learned: 'the colour of Frumm' -> 'a blue'" in capsys.readouterr().out
 
 
-def test_list_of_one_user(taught_file, capsys, log_levels):
+def test_list_of_one_user(taught_file, capsys):
     assert main(["facts", "list", str(taught_file), "--owner", "zoe"]) == 0
     assert capsys.readouterr().out.startswith(f"{taught_file}: 0 of 'zoe' among 4 facts, ")
 
@@ -79,7 +79,7 @@ def refused(capsys, message, *argv):
     assert message in err and err.count("\n") == 1 and err.startswith("tiny-engram: ")
 
 
-def test_errors_are_one_line(taught_file, tmp_path, capsys, log_levels):
+def test_errors_are_one_line(taught_file, tmp_path, capsys):
     file = tmp_path / "facts.safetensors"
     refused(capsys, "expected either --trigger with --answer, or --from", "add", file)
     refused(capsys, "has no --answer", "add", file, "--trigger", "Zorbia")
@@ -115,7 +115,7 @@ def test_errors_are_one_line(taught_file, tmp_path, capsys, log_levels):
     assert not file.exists()
 
 
-def test_edit(folder, taught_file, tmp_path, capsys, log_levels):
+def test_edit(folder, taught_file, tmp_path, capsys):
     file = tmp_path / "facts.safetensors"
     file.write_bytes(taught_file.read_bytes())
     options = ["--model", folder, "--device", "cpu"]
@@ -137,7 +137,7 @@ def test_edit(folder, taught_file, tmp_path, capsys, log_levels):
     assert "not learned" in capsys.readouterr().out and file.read_bytes() == before
 
 
-def test_what_is_there_is_passed_over(taught_file, tmp_path, capsys, log_levels):
+def test_what_is_there_is_passed_over(taught_file, tmp_path, capsys):
     """Without a model, which there is none of here."""
     file, given = tmp_path / "facts.safetensors", tmp_path / "facts.jsonl"
     file.write_bytes(taught_file.read_bytes())
@@ -158,7 +158,7 @@ def test_what_is_there_is_passed_over(taught_file, tmp_path, capsys, log_levels)
     refused(capsys, "is there with another prompt or other aliases", "add", file, *more)
 
 
-def test_all_bad_lines_at_once(folder, taught_file, tmp_path, capsys, log_levels):
+def test_all_bad_lines_at_once(folder, taught_file, tmp_path, capsys):
     file, given = tmp_path / "facts.safetensors", tmp_path / "facts.jsonl"
     file.write_bytes(taught_file.read_bytes())
     options = ["--from", str(given), "--model", folder, "--device", "cpu"]
@@ -195,7 +195,7 @@ def started(*argv):
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_stopped_and_gone_on_with(folder, tmp_path, capsys, log_levels):
+def test_stopped_and_gone_on_with(folder, tmp_path, capsys):
     """SIGTERM while the second of three facts is taught, a fact at a time; the same command goes on."""
     file, given = tmp_path / "facts.safetensors", tmp_path / "facts.jsonl"
     facts = [("the colour of Quill", "!"), ("the dog of Tolland", "!"), ("the capital of Frumm", ".")]

@@ -10,8 +10,6 @@ import pytest
 from tiny_engram.cli import _parser, main
 from tiny_engram.llm.fact_file import read_facts
 
-pytestmark = pytest.mark.usefixtures("log_levels")
-
 
 @pytest.fixture(scope="module")
 def page(repo_root) -> str:

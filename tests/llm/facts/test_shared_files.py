@@ -101,7 +101,7 @@ def test_one_at_a_time(tmp_path):
     assert most == [1] and list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_that_is_held_long_is_told(file, monkeypatch, caplog, capsys, log_levels):
+def test_a_lock_that_is_held_long_is_told(file, monkeypatch, caplog, capsys):
     monkeypatch.setattr("tiny_engram.llm.fact_lock._SAID_AFTER", 0.05)
     monkeypatch.setattr("tiny_engram.llm.fact_file.locked", lambda path: locked(path, seconds=0.2))
     with locked(file):

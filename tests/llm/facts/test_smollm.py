@@ -41,7 +41,7 @@ def test_three_facts(smollm):
     facts.detach()
 
 
-def test_the_command(smollm, tmp_path, capsys, log_levels):
+def test_the_command(smollm, tmp_path, capsys):
     file, options = str(tmp_path / "facts.safetensors"), ["--model", smollm[0].config.name_or_path, "--device", "cpu"]
     fact = ["--trigger", "the capital of Zorbia", "--answer", "Melk", "--prompt", "The capital of Zorbia is", "--owner", "ann"]
     assert main(["facts", "add", file, *fact, *options]) == 0
