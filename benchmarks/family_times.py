@@ -61,8 +61,8 @@ def attach_ms(pipe: Any, *, repeats: int = 9) -> tuple[float, float]:
     return times[0], statistics.median(times[1:])
 
 
-def loaded(pipe: Any, count: int) -> tuple[Any, str]:
-    """An adapter with so many concepts of random rows, and the trigger of one in the middle."""
+def loaded(pipe: Any, count: int) -> tuple[Any, list[str]]:
+    """An adapter with so many concepts of random rows, and their triggers."""
     adapter = tiny_engram.attach(pipe)
     generator = torch.Generator().manual_seed(0)
     words = list(itertools.islice(triggers(), count))
@@ -73,7 +73,7 @@ def loaded(pipe: Any, count: int) -> tuple[Any, str]:
                 rows = torch.randn(old.payload.shape, generator=generator)
                 concept = concept.with_rows(role, rows, old.gain, old.bias, mount=mount)
         adapter.load_concept(concept)
-    return adapter, words[count // 2]
+    return adapter, words
 
 
 def first_states(embeds: Any) -> torch.Tensor:
@@ -81,11 +81,12 @@ def first_states(embeds: Any) -> torch.Tensor:
 
 
 def own_ms(pipe: Any, *, repeats: int, cuda: bool = False) -> dict[str, float]:
-    """Medians of milliseconds for each encoded prompt: the hooks' own, without and with a trigger; on CUDA the whole's as well."""
+    """Medians of milliseconds for each encoded prompt, none of which comes twice: the hooks' own without a trigger, with one that fired
+    before, and with one that fires for the first time; on CUDA what the whole takes more as well."""
     names = {"quiet": PLAIN, "firing": ""}
     plain = {PLAIN: first_states(_encode(pipe, PLAIN)).clone()}
-    adapter, word = loaded(pipe, CONCEPTS)
-    names["firing"] = FIRING.format(word)
+    adapter, words = loaded(pipe, CONCEPTS)
+    names["firing"] = FIRING.format(words[CONCEPTS // 2])
     adapter.disable_concepts()
     base = first_states(_encode(pipe, names["firing"])).clone()
     adapter.enable_concepts()
@@ -93,10 +94,13 @@ def own_ms(pipe: Any, *, repeats: int, cuda: bool = False) -> dict[str, float]:
     need(not torch.equal(first_states(_encode(pipe, names["firing"])), base), "a prompt with a trigger is the base's")
     need(len(adapter.explain(names["firing"]).fired) >= 1, "explain does not see the trigger")
     found: dict[str, float] = {}
-    for name, prompt in names.items():
-        _encode(pipe, prompt)
+    prompts = {name: [f"{prompt}, number {k}" for k in range(repeats)] for name, prompt in names.items()}
+    prompts["first"] = [FIRING.format(word) for word in words[:repeats]]
+    for name, each in prompts.items():
+        if name in names:
+            _encode(pipe, names[name])
         own: list[float] = []
-        for _ in range(repeats):
+        for prompt in each:
             before = adapter.seconds
             _encode(pipe, prompt)
             own.append(1e3 * (adapter.seconds - before))
@@ -143,7 +147,7 @@ def tiny(repeats: int) -> None:
         if entry.name in OWN:
             own = own_ms(pipe, repeats=repeats)
             figures[entry.name] |= {f"{name}_ms": value for name, value in own.items()}
-            print(f"{entry.name}: own time {own['quiet']:.3f} ms, firing {own['firing']:.3f} ms", flush=True)
+            print(f"{entry.name}: own time {own['quiet']:.3f} ms, firing {own['firing']:.3f}, first {own['first']:.3f} ms", flush=True)
     slowest = max(figures, key=lambda name: figures[name]["attach_ms"])
     worst = figures[slowest]["attach_ms"]
     rows.append(
@@ -152,7 +156,7 @@ def tiny(repeats: int) -> None:
     middle = statistics.median(each["attach_ms"] for each in figures.values())
     rows.append(row("attach, median of them", f"{middle:.1f} ms", f"<= {ATTACH:.0f} ms", middle <= ATTACH))
     for name in OWN:
-        for kind, limit, words in (("quiet", QUIET, "no trigger"), ("firing", LOUD, "a trigger")):
+        for kind, limit, words in (("quiet", QUIET, "no trigger"), ("firing", LOUD, "a trigger"), ("first", LOUD, "its first time")):
             value = figures[name][f"{kind}_ms"]
             rows.append(
                 row(f"own time of an encode, {CONCEPTS} concepts, {name}, {words}", f"{value:.3f} ms", f"<= {limit} ms", value <= limit)
@@ -207,6 +211,7 @@ def large(repeats: int) -> None:
             row(f"{name}: attach", f"{again:.1f} ms"),
             row(f"{name}: own time, {CONCEPTS} concepts, no trigger", f"{own['quiet']:.3f} ms"),
             row(f"{name}: own time, a trigger", f"{own['firing']:.3f} ms"),
+            row(f"{name}: own time, a trigger for the first time", f"{own['first']:.3f} ms"),
             row(f"{name}: the whole encode takes more, no trigger", f"{own['quiet more']:.3f} ms"),
             row(f"{name}: the whole encode takes more, a trigger", f"{own['firing more']:.3f} ms"),
         ]

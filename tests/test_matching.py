@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 from transformers import CLIPTokenizerFast  # pyright: ignore[reportAttributeAccessIssue] # in all releases, as an alias in newer ones
 
+from tiny_engram import matching
 from tiny_engram.boundaries import CUT, UNTOLD, EdgeTables
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger, RowGroup, Variant, compile_trigger
+
+
+@pytest.fixture(autouse=True, params=[0, 10**9], ids=["arrays", "one by one"])
+def ways(request, monkeypatch):
+    """Many places are looked for by arithmetic on arrays, a few one by one: each finds the same."""
+    monkeypatch.setattr(matching, "FEW", request.param)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,8 @@ def test_a_corrupted_hash_is_a_missing_row(tiny, adapter, pipe, monkeypatch, bre
     bank = adapter.mounts["clip_l"].store.bank_of("zqx bolo")
     kept = bank.hasher.multipliers, bank.hasher.primes, bank.hasher._constants
     breaks(bank, monkeypatch)
+    assert torch.equal(ours, encode(pipe, PROMPT))  # rows are read once
+    adapter.mounts["clip_l"].store.forget_read()
     with pytest.raises(TableError, match="is not in the table"):
         encode(pipe, PROMPT)
     lookup = bank.table.lookup
@@ -54,6 +56,7 @@ def test_a_corrupted_hash_is_a_missing_row(tiny, adapter, pipe, monkeypatch, bre
     assert not torch.equal(ours, encode(pipe, PROMPT)) and not torch.equal(picture, tiny.picture(pipe, PROMPT))
     monkeypatch.undo()
     bank.hasher.multipliers, bank.hasher.primes, bank.hasher._constants = kept
+    adapter.mounts["clip_l"].store.forget_read()
     assert torch.equal(ours, encode(pipe, PROMPT))
 
 
@@ -93,6 +96,7 @@ def test_corrupting_any_link_changes_conditioning_and_picture(tiny, pipe, monkey
         lookup = bank.table.lookup
         monkeypatch.setattr(bank.table, "lookup", lambda ids, bounds: lookup(ids, bounds="ignore"))
         breaks(store, bank, monkeypatch)
+        store.forget_read()
         assert not torch.equal(ours, encode(pipe, PROMPT)) and not torch.equal(picture, tiny.picture(pipe, PROMPT))
     finally:
         adapter.detach()
@@ -332,7 +336,7 @@ def test_an_encoder_that_raises_leaves_the_next_call_sound(tiny, adapter, pipe):
 
 def test_an_encoder_that_the_pipeline_does_not_read_fails_at_attach(own_pipe):
     plain = own_pipe.encode_prompt
-    fixed = plain("a photo", "cpu", 1, False)
+    fixed = plain(["a photo", "a tree"], "cpu", 1, False)
     own_pipe.encode_prompt = lambda *args, **kwargs: fixed
     with pytest.raises(MountError, match="does not follow the concepts at: clip_l \\(changed positions \\[\\]"):
         tiny_engram.attach(own_pipe)

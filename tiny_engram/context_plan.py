@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tiny_engram.fired import Fired, FiredMaps, Plan, RowsRead
 from tiny_engram.maps import GivenMaps
 from tiny_engram.mount_names import band_at, context_name, map_name
 from tiny_engram.residual import SpanRuns, Spans, moved, spread
-from tiny_engram.store import Fired, FiredMaps, Plan
 
 __all__ = [
     "Chosen",
@@ -166,7 +166,7 @@ def picked(fired: Fired, spans: torch.Tensor, batch: torch.Tensor) -> Fired:
         fired,
         names=tuple(name for name, keep in zip(fired.names, spans.tolist(), strict=True) if keep),
         spans=Spans(batch, old.start[spans], old.length[spans], old.offset[spans]),
-        rows=fired.rows[at],
+        read=RowsRead(fired.rows[at], fired.basis_seed),
         gain=fired.gain[at],
         bias=fired.bias[at],
         scale=fired.scale[at],
@@ -189,7 +189,7 @@ def rows_by_mount(plan: Plan, batch: int) -> dict[str, list[Fired]]:
         values = zip(*(getattr(fired, name).split(lengths) for name in ("rows", "gain", "bias", "scale")), strict=True)
         first = 0
         for k, size, place, (rows, gain, bias, scale) in zip(numbers.tolist(), sizes, places, values, strict=True):
-            own = Fired(fired.names[first : first + size], Spans(*place), rows, gain, bias, scale, fired.basis_seed)
+            own = Fired(fired.names[first : first + size], Spans(*place), RowsRead(rows, fired.basis_seed), gain, bias, scale)
             found.setdefault(plan.mounts[k], []).append(own)
             first += size
     return found

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tiny_engram.config import DEEP
+from tiny_engram.fired import Fired
 from tiny_engram.hooks import CallHook, HookSet, MountError
-from tiny_engram.store import Fired
 
 __all__ = ["DeepMounts", "encoder_layers", "layer_of"]
 

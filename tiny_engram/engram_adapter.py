@@ -18,6 +18,7 @@ from tiny_engram.config import ConceptConfig, at_encoder
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation
+from tiny_engram.fired import Plan
 from tiny_engram.fitting import extend_concept, fit_concept
 from tiny_engram.hooks import MountError
 from tiny_engram.loaded import Loaded, LoadedConcepts
@@ -31,7 +32,7 @@ from tiny_engram.role_mounts import asked_of, mounts_at
 from tiny_engram.schedule_run import ScheduleRun
 from tiny_engram.scheduling import Scheduling
 from tiny_engram.sources import Source, SourceOptions, load_source
-from tiny_engram.store import Plan, checked_strength
+from tiny_engram.store import checked_strength
 from tiny_engram.triggers import CompiledTrigger, compile_trigger
 from tiny_engram.watch import DenoiserWatch
 

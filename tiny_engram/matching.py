@@ -18,6 +18,8 @@ from tiny_engram.triggers import CompiledTrigger, RowGroup, Variant
 
 __all__ = ["Blocked", "Entry", "Matches", "TriggerIndex"]
 
+# Up to so many places times lengths a dictionary is quicker than arithmetic on whole arrays.
+FEW = 128
 EMPTY = np.empty(0, dtype=np.int64)
 
 
@@ -79,6 +81,7 @@ class TriggerIndex:
         self._compiled: dict[str, CompiledTrigger] = {}
         self._stale = True
         self._tables: dict[int, _Table] = {}
+        self._entry_of: dict[tuple[int, ...], int] = {}
         self._active: NDArray[np.bool_] = np.empty(0, dtype=bool)
         self._silent: set[str] = set()
         # Held by whoever reads or changes the tables, and by ConceptStore around a whole plan: threads share one pipeline.
@@ -179,6 +182,8 @@ class TriggerIndex:
         positions = np.flatnonzero(self._starts[np.where(within, flat, 0)] & within)
         if not len(positions):
             return EMPTY, EMPTY, EMPTY, EMPTY
+        if len(positions) * len(self._tables) <= FEW:
+            return self._found_one_by_one(flat, positions, time)
         column = positions % time
         # Prefix sums of id * base^j, modulo 2^64: a window's hash needs one subtraction and one product with base^-start.
         prefix = np.zeros(len(flat) + 1, dtype=np.uint64)
@@ -203,9 +208,23 @@ class TriggerIndex:
             return EMPTY, EMPTY, EMPTY, EMPTY
         return tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
 
+    def _found_one_by_one(self, flat: NDArray[np.int64], positions: NDArray[np.int64], time: int) -> tuple[NDArray[np.int64], ...]:
+        """`_find` for a few places: no sums to prepare, one look into a dictionary for each place and length."""
+        ids, found = flat.tolist(), []
+        for at in positions.tolist():
+            for length in self._tables:
+                if at % time + length > time:
+                    break  # lengths ascend
+                entry = self._entry_of.get(tuple(ids[at : at + length]))
+                if entry is not None:
+                    found.append((at // time, at % time, length, entry))
+        table = np.array(found, dtype=np.int64).reshape(-1, 4)
+        return tuple(table.T)
+
     def _codes(self, ids: NDArray[np.int64], batch: NDArray, start: NDArray, length: NDArray) -> NDArray[np.uint8]:
         """boundaries code of each window: the left edge's, or the right edge's where the left one is free."""
-        padded = np.pad(ids, ((0, 0), (1, 1)), constant_values=-1)
+        padded = np.full((ids.shape[0], ids.shape[1] + 2), -1, dtype=np.int64)
+        padded[:, 1:-1] = ids
         stop = start + length
         left = self.edges.between(padded[batch, start], padded[batch, start + 1], trigger_on_left=False)
         right = self.edges.between(padded[batch, stop], padded[batch, stop + 1], trigger_on_left=True)
@@ -224,6 +243,7 @@ class TriggerIndex:
             for variant in compiled.variants
         ]
         by_length: dict[int, list[int]] = {}
+        self._entry_of = {entry.variant.ids: k for k, entry in enumerate(self.entries)}
         for k, entry in enumerate(self.entries):
             by_length.setdefault(len(entry.variant.ids), []).append(k)
         size = max((max(e.variant.ids) for e in self.entries), default=0) + 1

@@ -5,7 +5,7 @@ input_mount, pooled, second_pass, store, templates and what is below.
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tiny_engram.deep_mounts import DeepMounts, layer_of
 from tiny_engram.encoded import EncodedPrompts
 from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.fast_tokenizers import fast_tokenizer
+from tiny_engram.fired import Fired, Plan
 from tiny_engram.hooks import CallHook, HookSet, MountError
 from tiny_engram.input_mount import encode_with_input, moved_embeddings, token_embeddings
 from tiny_engram.pooled import apply_pooled, pooled_vector, with_pooled_vector
@@ -28,7 +29,7 @@ from tiny_engram.second_pass import (
     with_hidden_states,
     with_last_hidden_state,
 )
-from tiny_engram.store import ConceptStore, Fired, Plan
+from tiny_engram.store import ConceptStore
 from tiny_engram.templates import PromptTemplates
 
 __all__ = ["EncoderMounts"]
@@ -173,9 +174,9 @@ class EncoderMounts(HookSet):
             self.prompts += len(ids)
             plan = self.store.plan_at((POOLED if self._pooled else SPAN,), ids)
             state.plan = plan.fired
-            self._deep.begin(self._fired_inside(ids) if plan.places else {})
+            self._deep.begin(self._fired_inside(ids, plan.held))
             # Row by row, as they are encoded.
-            rows = sorted({row for _, row, *_ in plan.places})
+            rows = sorted({row for _, row, *_ in plan.places}) if INPUT in plan.held else []
             found = {row: self.store.plan_at((INPUT,), ids[row : row + 1]).fired for row in rows}
             state.moved = {row: fired for row, fired in found.items() if fired}
             state.skipped = self._reads is None and not self._pooled and bool(kwargs.get("output_hidden_states"))
@@ -203,9 +204,9 @@ class EncoderMounts(HookSet):
         self._seconds += time.perf_counter() - begin
         return None if result is output else result
 
-    def _fired_inside(self, ids: torch.Tensor) -> dict[int, tuple[Fired, ...]]:
-        """What fires inside the encoder, by number of the layer."""
-        found = {layer_of(mount): self.store.plan_at((mount,), ids).fired for mount in self.store.loaded_deep}
+    def _fired_inside(self, ids: torch.Tensor, held: Collection[str]) -> dict[int, tuple[Fired, ...]]:
+        """What fires inside the encoder, by number of the layer; `held` are the mounts at which what fires has rows."""
+        found = {layer_of(mount): self.store.plan_at((mount,), ids).fired for mount in self.store.loaded_deep if mount in held}
         return {layer: fired for layer, fired in found.items() if layer is not None and fired}
 
     def _taken_over(self, output: Any, moved: list[MovedRow]) -> Any:
@@ -246,7 +247,7 @@ class EncoderMounts(HookSet):
             return embeddings
 
         self._follow_embeddings()
-        self._deep.begin(self._fired_inside(own))
+        self._deep.begin(self._fired_inside(own, self.store.loaded_deep))
         options = row_options(encoder, args, kwargs, row, len(state.ids))
         state.again = True
         try:
@@ -286,7 +287,7 @@ class EncoderMounts(HookSet):
 
     def _apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """The states with all residuals, known to the context mounts."""
-        hidden = self._moved(hidden) if self._state.plan or self._noted else hidden
+        hidden = self._moved([hidden])[0] if self._state.plan or self._noted else hidden
         if self._noted:
             self._note(hidden)
         return hidden
@@ -295,17 +296,19 @@ class EncoderMounts(HookSet):
         assert self._state.ids is not None
         self.encoded.note(self._state.ids, states)
 
-    def _moved(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All residuals, one pass per shape of concept; spans never overlap, so the order does not matter."""
+    def _moved(self, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """States with all residuals, one pass per shape of concept; spans never overlap, so the order does not matter."""
         plan, ids = self._state.plan, self._state.ids
         if ids is None:
-            return hidden
+            return states
         expected = (*ids.shape, self.store.width)
-        if tuple(hidden.shape) != expected:
-            raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")
+        for hidden in states:
+            if tuple(hidden.shape) != expected:
+                raise MountError(f"the encoder of role {self.role!r} gave states of shape {list(hidden.shape)}, expected {list(expected)}")
         for fired in plan:
-            hidden = fired.apply(hidden)
+            states = fired.apply_each(states)
         if plan and self.proof is not None:
             row, time, _ = (int(index[0]) for index in plan[0].spans.flat())
-            self.proof = [*self.proof[-MOST_PROOFS:], hidden[row, time].detach().clone()]
-        return hidden
+            proofs = [*self.proof, *(hidden[row, time].detach().clone() for hidden in states)]
+            self.proof = proofs[-MOST_PROOFS:]
+        return states

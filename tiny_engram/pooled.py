@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tiny_engram.fired import Fired
 from tiny_engram.residual import Spans, apply_spans
-from tiny_engram.store import Fired
 
 __all__ = ["apply_pooled", "pooled_vector", "with_pooled_vector"]
 

@@ -3,7 +3,7 @@
 May import the layers below adapter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -12,25 +12,26 @@ import torch
 
 from tiny_engram.concept import Concept
 from tiny_engram.config import INPUT, POOLED, SPAN
+from tiny_engram.fired import Plan
 from tiny_engram.hooks import MountError
 from tiny_engram.mounts import EncoderMounts
-from tiny_engram.store import Plan
-from tiny_engram.triggers import CompiledTrigger, compile_trigger
+from tiny_engram.triggers import compile_trigger
 
 __all__ = ["probe", "prove"]
 
 MOST_ON_CPU = 1_000_000_000
 # The second has nothing in common with the first, so that what both begin and end with is the pipeline's own.
-WORD, PROMPT, OTHER = "cat", "a photo of a cat on a table", "two green trees"
+PROMPT, OTHER = "a photo of a cat on a table", "two green trees"
+WORDS = (("cat", "green"), ("table", "trees"), ("photo", "two"))
 
 
 def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
-    """Encode two prompts without and with a concept on the word "cat" of the first, and compare what the denoiser would get.
+    """Encode two prompts without and with concepts on words of theirs, and compare what the denoiser would get.
 
     Encoders that are huge, or whose weights are elsewhere, are not run here: `prove` looks at their first prompts.
 
-    Each role is probed alone, then all of them at their token embeddings. Learns the templates that the pipeline puts around prompts.
-    Leaves no trace else: stores, call counts, modes and random state are as before.
+    Each role has words of its own, so that one encoding tells all of them apart. Learns the templates that the pipeline puts around
+    prompts. Leaves no trace else: stores, call counts, modes and random state are as before.
 
     Raises:
         MountError: the consumed states do not move at the span, or move elsewhere; names the roles.
@@ -45,25 +46,21 @@ def probe(pipe: Any, family: Any, mounts: Mapping[str, EncoderMounts]) -> None:
 
     def states(negative: list[str] | None = None) -> dict[str, Any]:
         embeds = family.embeds(pipe, [PROMPT, OTHER], negative, **shorter)
-        return {role: each[0] for role, each in family.states(pipe, embeds).items() if role in mounts}
+        return {role: each for role, each in family.states(pipe, embeds).items() if role in mounts}
 
-    compiled = {role: compile_trigger(WORD, mount.tokenizer, compressed=mount.store.compressed) for role, mount in mounts.items()}
     dead: list[str] = []
     with _aside(mounts), torch.no_grad():
         # negative prompts may have another template than prompts
         with _learning_templates(mounts):
-            plain = {role: each.clone() for role, each in states([PROMPT, OTHER]).items()}
-        for role, mount in mounts.items():
-            at = POOLED if POOLED in mount.store.mounts else SPAN
-            with _probing(mount, compiled[role], at) as fired:
-                moved = states()[role]
-            dead += _differs(role, plain[role], moved, fired, at, mount.templates.longest)
-        inputs = {role: mount for role, mount in mounts.items() if INPUT in mount.store.mounts}
-        with ExitStack() as stack:
-            fired = {role: stack.enter_context(_probing(mount, compiled[role], INPUT)) for role, mount in inputs.items()}
-            moved = states()
-        for role, mount in inputs.items():
-            dead += _differs(role, plain[role], moved[role], fired[role], INPUT, mount.templates.longest)
+            plain = {role: [row.clone() for row in each] for role, each in states([PROMPT, OTHER]).items()}
+        roles = list(mounts)
+        for first in range(0, len(roles), len(WORDS)):
+            probes = [_Probe(mounts[role], *words) for role, words in zip(roles[first:], WORDS, strict=False)]
+            with ExitStack() as stack:
+                for each in probes:
+                    stack.enter_context(each.loaded())
+                moved = states()
+            dead += [wrong for each in probes for wrong in each.wrong(plain[each.role], moved[each.role])]
     if dead:
         raise MountError(
             f"what {type(pipe).__name__} consumes does not follow the concepts at: {'; '.join(dead)}; "
@@ -146,40 +143,56 @@ def _learning_templates(mounts: Mapping[str, EncoderMounts], *, stop: bool = Fal
             mounts[role].templates.learn(one, other)
 
 
-@contextmanager
-def _probing(mount: EncoderMounts, compiled: CompiledTrigger, at: str) -> Iterator[list[tuple[int, int]]]:
-    """Inside, a concept on the word has rows at one mount; gives (start, length) of each span that fired."""
-    fired: list[tuple[int, int]] = []
-
-    def note(role: str, plan: Plan) -> None:
-        fired.extend((start, length) for _, _, start, length in plan.places)
-
-    empty = mount.store
-    mount.store, mount.on_fire = empty.empty(), note
-    try:
-        role = mount.role
-        concept = Concept.new({role: compiled}, widths={role: empty.width}, fingerprints={role: ""}, mounts={role: (at,)})
-        zero = concept.mount_rows(role, at)
-        pattern = torch.cos(torch.arange(zero.payload.numel(), dtype=torch.float32) * 0.7).reshape(zero.payload.shape)
-        rows = concept.with_rows(role, pattern, zero.gain, zero.bias, mount=at).mount_rows(role, at)
-        mount.store.add("probe", compiled, {at: rows}, concept.config)
-        yield fired
-    finally:
-        mount.store, mount.on_fire = empty, None
-
-
-def _differs(role: str, plain: torch.Tensor, moved: torch.Tensor, fired: list[tuple[int, int]], at: str, cut: int) -> list[str]:
-    """What is wrong at one mount, in words: states `[time, width]`, or a pooled vector `[width]`, without and with the concept.
-
-    cut: how many positions in front of a prompt a pipeline may cut off: those of a template.
+class _Probe:
+    """A concept on a word of the first prompt with rows where the encoder's states are read, and one on a word of the second with rows at
+    its token embeddings. Each role has words of its own: what moves tells whose concept moved it.
     """
-    where = role if at in (SPAN, POOLED) else f"{role} {at}"
-    if plain.dim() == 1:
-        return [] if fired and bool((plain != moved).any()) else [f"{where} (the pooled vector is the same)"]
-    changed = torch.nonzero((plain != moved).any(-1)).flatten().tolist()
-    if len(fired) != 1:
-        return [f"{where} (changed positions {changed}; the word {WORD!r} of {PROMPT!r} was found {len(fired)} times)"]
-    start, length = fired[0]
-    if changed and changed == list(range(changed[0], changed[0] + length)) and start - cut <= changed[0] <= start:
-        return []
-    return [f"{where} (changed positions {changed}, expected {list(range(start, start + length))})"]
+
+    def __init__(self, mount: EncoderMounts, word: str, other: str) -> None:
+        self.mount, self.role = mount, mount.role
+        read = POOLED if POOLED in mount.store.mounts else SPAN
+        self._words = {read: word} | ({INPUT: other} if INPUT in mount.store.mounts else {})
+        self._fired: list[tuple[str, int, int, int]] = []
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Inside, the concepts are all that the role has."""
+        mount, empty = self.mount, self.mount.store
+        mount.store, mount.on_fire = empty.empty(), self._note
+        try:
+            for at, word in self._words.items():
+                compiled = compile_trigger(word, mount.tokenizer, compressed=empty.compressed)
+                role = {self.role: compiled}
+                concept = Concept.new(role, widths={self.role: empty.width}, fingerprints={self.role: ""}, mounts={self.role: (at,)})
+                zero = concept.mount_rows(self.role, at)
+                pattern = torch.cos(torch.arange(zero.payload.numel(), dtype=torch.float32) * 0.7).reshape(zero.payload.shape)
+                rows = concept.with_rows(self.role, pattern, zero.gain, zero.bias, mount=at).mount_rows(self.role, at)
+                mount.store.add(at, compiled, {at: rows}, concept.config)
+            yield
+        finally:
+            mount.store, mount.on_fire = empty, None
+
+    def _note(self, role: str, plan: Plan) -> None:
+        self._fired.extend(plan.places)
+
+    def wrong(self, plain: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]) -> list[str]:
+        """What is wrong, in words: for each prompt states `[time, width]`, or a pooled vector `[width]`, without and with the concepts."""
+        if min(len(plain), len(moved)) < 2:
+            return [f"{self.role} (states of {min(len(plain), len(moved))} prompts, expected of 2)"]
+        found = [self._differs(k, at, plain[k], moved[k]) for k, at in enumerate(self._words)]
+        return [words for words in found if words]
+
+    def _differs(self, prompt: int, at: str, plain: torch.Tensor, moved: torch.Tensor) -> str:
+        where, word = self.role if at in (SPAN, POOLED) else f"{self.role} {at}", self._words[at]
+        fired = [(start, length) for name, row, start, length in self._fired if name == at and row == prompt]
+        if plain.dim() == 1:
+            return "" if fired and bool((plain != moved).any()) else f"{where} (the pooled vector is the same)"
+        changed = torch.nonzero((plain != moved).any(-1)).flatten().tolist()
+        if len(fired) != 1:
+            return f"{where} (changed positions {changed}; the word {word!r} of {(PROMPT, OTHER)[prompt]!r} was found {len(fired)} times)"
+        start, length = fired[0]
+        # A pipeline may cut off as many positions in front of a prompt as its template has.
+        cut = self.mount.templates.longest
+        if changed and changed == list(range(changed[0], changed[0] + length)) and start - cut <= changed[0] <= start:
+            return ""
+        return f"{where} (changed positions {changed}, expected {list(range(start, start + length))})"

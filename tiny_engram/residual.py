@@ -4,16 +4,17 @@ and kernels.
 A fired position's result depends on its own span alone: every sum runs in a fixed order that no other row of the batch can change.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 
-__all__ = ["SpanRuns", "Spans", "apply_concept", "apply_spans", "moved", "spread", "token_norms"]
+__all__ = ["SpanRuns", "Spans", "add_to_spans", "apply_concept", "apply_spans", "moved", "spread", "token_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension by halving: elementwise additions, whose order depends on the width alone."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
-        rest = x[..., 2 * half :]
-        x = torch.cat((x[..., :half] + x[..., half : 2 * half], rest), dim=-1)
+        pairs, rest = x[..., :half] + x[..., half : 2 * half], x[..., 2 * half :]
+        x = torch.cat((pairs, rest), dim=-1) if rest.shape[-1] else pairs
     return x[..., 0]
 
 
@@ -69,30 +70,29 @@ def token_norms(h: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SpanRuns:
-    """Where spans lie among their N positions, on one device: int64 `owner` `[N]`, `first` and `length` `[spans]`; `longest` of them."""
+    """Where spans lie among their N positions, on one device: int64 `owner` `[N]`, `length` `[spans]`, and `positions`
+    `[longest, spans]`, whose entries behind a span's end are N."""
 
     owner: torch.Tensor
-    first: torch.Tensor
     length: torch.Tensor
-    longest: int
+    positions: torch.Tensor
 
     @classmethod
     def of(cls, length: torch.Tensor, device: torch.device) -> "SpanRuns":
         """Of spans of these lengths, int64 CPU `[spans]`."""
         owner, _ = _owner_and_step(length)
-        first = length.cumsum(0) - length
-        return cls(owner.to(device), first.to(device), length.to(device), int(length.max()))
+        count, step = length.numpy(), np.arange(int(length.max()))[:, None]
+        positions = np.where(step < count, count.cumsum() - count + step, len(owner))
+        return cls(owner.to(device), length.to(device), torch.from_numpy(positions).to(device))
 
 
 def span_mean_norm(h: torch.Tensor, spans: torch.Tensor | SpanRuns) -> torch.Tensor:
     """Mean of |h| over each span, repeated at its positions: h float32 `[N, width]`, lengths int64 CPU `[spans]` -> float32 `[N]`."""
     norms = token_norms(h)
     runs = spans if isinstance(spans, SpanRuns) else SpanRuns.of(spans, h.device)
-    total = torch.zeros(len(runs.length), dtype=norms.dtype, device=h.device)
-    for step in range(runs.longest):
-        # A span that is over adds an exact zero.
-        total = total + torch.where(step < runs.length, norms[(runs.first + step).clamp(max=len(norms) - 1)], 0.0)
-    return (total / runs.length).index_select(0, runs.owner)
+    # One after another, in the span's order; a span that is over adds an exact zero.
+    first, *others = pad(norms, (0, 1))[runs.positions].unbind(0)
+    return (sum(others, first) / runs.length).index_select(0, runs.owner)
 
 
 def spread(rows: torch.Tensor, *, width: int, basis_seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,10 +144,32 @@ def apply_spans(
     """
     if not len(spans):
         return hidden
-    batch, time, _ = (index.to(hidden.device) for index in spans.flat())
     key, value = spread(rows.to(hidden.device), width=hidden.shape[-1], basis_seed=basis_seed)
-    gates = (x.to(hidden.device) for x in (gain, bias, scale))
-    return hidden.index_put((batch, time), moved(hidden[batch, time], spans.length, key, value, *gates))
+    return add_to_spans([hidden], spans, key, value, gain, bias, scale)[0]
+
+
+def add_to_spans(
+    states: Sequence[torch.Tensor],
+    spans: Spans,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+) -> list[torch.Tensor]:
+    """`apply_spans` to several states of one batch in one pass, from the keys and values that the rows stand for.
+
+    key and value float32 `[N, width]`, on the device of the first states; the gates float32 `[N]`, on any.
+    """
+    at, device = spans.flat()[:2], states[0].device
+    places = [tuple(index.to(hidden.device) for index in at) for hidden in states]
+    own = [hidden[place].to(device) for hidden, place in zip(states, places, strict=True)]
+    count, lengths = len(states), spans.length
+    sides, gates = (key, value), tuple(x.to(device) for x in (gain, bias, scale))
+    if count > 1:
+        lengths, sides, gates = lengths.repeat(count), tuple(x.repeat(count, 1) for x in sides), tuple(x.repeat(count) for x in gates)
+    changed = moved(torch.cat(own) if count > 1 else own[0], lengths, *sides, *gates).split(len(own[0]))
+    return [hidden.index_put(place, new.to(hidden)) for hidden, place, new in zip(states, places, changed, strict=True)]
 
 
 def apply_concept(

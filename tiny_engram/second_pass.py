@@ -72,8 +72,8 @@ def states_read(output: Any, read: int | tuple[int, ...], *, earlier: bool) -> l
     return [states[k] for states in found if states is not None for k in _entries(read, len(states), earlier=earlier)]
 
 
-def with_hidden_states(output: Any, read: int | tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same output, in a copy, with some of its `hidden_states` changed.
+def with_hidden_states(output: Any, read: int | tuple[int, ...], change: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> Any:
+    """The same output, in a copy, with some of its `hidden_states` changed, all of them in one call.
 
     read: a number, counted as in a list, means all from the first layer's to that one (clip_skip reads an earlier one); several mean these.
     The token embeddings, all other entries and an output without `hidden_states` are passed on as they are.
@@ -81,7 +81,8 @@ def with_hidden_states(output: Any, read: int | tuple[int, ...], change: Callabl
 
     def changed(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         chosen = _entries(read, len(states))
-        return tuple(change(x) if k in chosen else x for k, x in enumerate(states))
+        new = dict(zip(chosen, change([states[k] for k in chosen]), strict=True))
+        return tuple(new.get(k, x) for k, x in enumerate(states))
 
     if _is_named(output):
         states = output.get("hidden_states")

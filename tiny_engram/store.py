@@ -1,9 +1,9 @@
 """What is loaded at one encoder: trigger index, row banks, gates, maps and strengths; token ids in, spans with rows out.
 
-May import the core, boundaries, triggers, matching, addressing, concept, mount_names and residual; knows no module and no pipeline.
+May import the core, boundaries, triggers, matching, addressing, concept, mount_names, residual and fired; knows no module and no pipeline.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ from tiny_engram.boundaries import EdgeTables
 from tiny_engram.concept import MapFactors, MountRows
 from tiny_engram.config import DEEP, SPAN, ConceptConfig, at_encoder
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.fired import NOTHING, Fired, FiredMaps, Plan, RowsRead
 from tiny_engram.matching import Entry, TriggerIndex
-from tiny_engram.residual import Spans, apply_spans
+from tiny_engram.residual import Spans
 from tiny_engram.tokenizer import CompressedTokenizer
 from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["ConceptStore", "Fired", "FiredMaps", "Plan", "checked_strength"]
+__all__ = ["ConceptStore", "checked_strength"]
 
 
 def checked_strength(value: object) -> float:
@@ -62,58 +63,6 @@ class _Member:
         return [m for m in self.mounts if m.partition(".")[0] == DEEP]
 
 
-@dataclass(frozen=True, slots=True)
-class Fired:
-    """The spans that fire in a batch, of all concepts of one shape, with the rows read for their N positions.
-
-    `names` holds the concept of each span; rows float32 `[N, columns, head_dim]`; gain, bias and scale (strength * rho) float32 `[N]`.
-    """
-
-    names: tuple[str, ...]
-    spans: Spans
-    rows: torch.Tensor
-    gain: torch.Tensor
-    bias: torch.Tensor
-    scale: torch.Tensor
-    basis_seed: int
-
-    def apply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[batch, time, width]` with the residual at the spans."""
-        return apply_spans(hidden, self.spans, self.rows, self.gain, self.bias, self.scale, basis_seed=self.basis_seed)
-
-
-@dataclass(frozen=True, slots=True)
-class FiredMaps:
-    """One concept's maps in a batch: (batch row, start, length) of each of its spans, its strength, and the maps by name.
-
-    The spans of one concept in one row of the batch share its maps: their masses are added.
-    """
-
-    name: str
-    spans: tuple[tuple[int, int, int], ...]
-    strength: float
-    maps: Mapping[str, MapFactors]
-
-    def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(into, strength * out) of one of the maps, float32 `[rank, channels]` each, on the CPU."""
-        into, out = self.maps[name].factors()
-        return into, self.strength * out
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What fires where: (name, batch row, start, length) of each span, the mounts that have rows for any of them, and the rows.
-
-    For several mounts the batch is stacked: row b of mount k is row k * batch + b of what `fired` is applied to. `maps` holds those of
-    all concepts that fire, whichever mounts were asked for.
-    """
-
-    places: tuple[tuple[str, int, int, int], ...]
-    mounts: tuple[str, ...]
-    fired: tuple[Fired, ...]
-    maps: tuple[FiredMaps, ...] = ()
-
-
 def _count(counter: Counter[str], names: Iterable[str], change: int) -> None:
     """Add to the counts of these; a count of 0 is taken out."""
     for name in names:
@@ -123,7 +72,8 @@ def _count(counter: Counter[str], names: Iterable[str], change: int) -> None:
                 del counter[name]
 
 
-NOTHING = Plan((), (), ())
+# What was read for so many combinations of spans is kept until a concept comes or goes.
+MOST_READ = 64
 _Places = list[tuple[int, int, int, Entry]]
 
 
@@ -160,6 +110,7 @@ class ConceptStore:
         self._loaded: Counter[str] = Counter()
         self._active: Counter[str] = Counter()
         self._deep: Counter[str] = Counter()
+        self._read_before: OrderedDict[tuple[tuple[str, str, int, int], ...], RowsRead] = OrderedDict()
 
     def empty(self) -> "ConceptStore":
         """A store for the same mounts with nothing loaded."""
@@ -281,7 +232,12 @@ class ConceptStore:
             for held in member.mounts.values():
                 held.bank.remove(name)
             self._drop_empty_banks()
+            self.forget_read()
             self.version += 1
+
+    def forget_read(self) -> None:
+        """Read all rows from their tables again, as after tables or hashes were changed from outside."""
+        self._read_before.clear()
 
     def _drop_empty_banks(self) -> None:
         self._banks = {key: bank for key, bank in self._banks.items() if len(bank)}
@@ -311,8 +267,8 @@ class ConceptStore:
             columns = (a.tolist() for a in (matches.batch, matches.start, matches.length, matches.entry))
             places = [(b, s, n, self.index.entries[e]) for b, s, n, e in zip(*columns, strict=True)]
             names = dict.fromkeys(entry.name for *_, entry in places)
-            held_anywhere = {mount for name in names for mount in self._members[name].mounts}
-            used = tuple(m for m in mounts if m in held_anywhere)
+            anywhere = frozenset(mount for name in names for mount in self._members[name].mounts)
+            used = tuple(m for m in mounts if m in anywhere)
             by_shape: dict[tuple[int, ...], dict[str, list[int]]] = {}
             for mount in used:
                 for k, (*_, entry) in enumerate(places):
@@ -325,30 +281,45 @@ class ConceptStore:
                 for name in names
                 if (member := self._members[name]).maps
             ]
-        return Plan(tuple((entry.name, b, s, n) for b, s, n, entry in places), used, tuple(fired), tuple(maps))
+        return Plan(tuple((entry.name, b, s, n) for b, s, n, entry in places), used, tuple(fired), tuple(maps), anywhere)
 
     def _read(self, places: _Places, parts: Mapping[str, list[int]], used: Sequence[str], ids: np.ndarray) -> Fired:
-        """Ids -> canonical ids -> row ids -> rows, for the spans of one shape at once; `parts` says which places, by mount."""
+        """The spans of one shape at once, with their rows; `parts` says which places, by mount."""
+        wanted: list[tuple[str, str, int, int]] = []
+        spans: list[tuple[int, int, int, int]] = []
+        gates: list[tuple[float, float, float]] = []
+        for mount, chosen in parts.items():
+            first = used.index(mount) * len(ids)
+            for b, s, n, entry in (places[k] for k in chosen):
+                member, offset = self._members[entry.name], entry.group.offset
+                held = member.mounts[mount]
+                wanted.append((mount, entry.name, offset, n))
+                spans.append((first + b, s, n, offset))
+                scale = member.strength * held.rho
+                gates += [(held.gain[p], held.bias[p], scale) for p in range(offset, offset + n)]
+        key = tuple(wanted)
+        read = self._read_before.get(key)
+        if read is None:
+            with torch.inference_mode(False):
+                read = self._look_up(places, parts, ids)
+            self._read_before[key] = read
+            if len(self._read_before) > MOST_READ:
+                self._read_before.popitem(last=False)
+        else:
+            self._read_before.move_to_end(key)
+        gain, bias, scale = torch.tensor(gates, dtype=torch.float32).T.contiguous()
+        return Fired(tuple(name for _, name, _, _ in wanted), Spans.of(spans), read, gain, bias, scale)
+
+    def _look_up(self, places: _Places, parts: Mapping[str, list[int]], ids: np.ndarray) -> RowsRead:
+        """Ids -> canonical ids -> row ids -> rows, mount by mount and span by span."""
         # Clipped: ids beyond the base's vocabulary (a user's added tokens) are in no trigger, but may stand beside one.
         canonical = self._canonical.take(ids, mode="clip").tolist()
         prepared: dict[tuple[int, ...], Asked] = {}
         asked: list[tuple[RowBank, Asked]] = []
-        names: list[str] = []
-        spans: list[tuple[int, int, int, int]] = []
-        gates: list[tuple[float, float, float]] = []
         for mount, chosen in parts.items():
-            first, key = used.index(mount) * len(ids), tuple(chosen)
+            key = tuple(chosen)
             if key not in prepared:
                 at = [places[k] for k in chosen]
                 prepared[key] = Asked.of([(entry.name, entry.group.offset, canonical[b][s : s + n]) for b, s, n, entry in at])
-            bank = self._members[places[chosen[0]][3].name].mounts[mount].bank
-            asked.append((bank, prepared[key]))
-            for b, s, n, entry in (places[k] for k in chosen):
-                member, offset = self._members[entry.name], entry.group.offset
-                held = member.mounts[mount]
-                names.append(entry.name)
-                spans.append((first + b, s, n, offset))
-                scale = member.strength * held.rho
-                gates += [(held.gain[p], held.bias[p], scale) for p in range(offset, offset + n)]
-        gain, bias, scale = torch.tensor(gates, dtype=torch.float32).T.contiguous()
-        return Fired(tuple(names), Spans.of(spans), lookup(asked), gain, bias, scale, asked[0][0].basis_seed)
+            asked.append((self._members[places[chosen[0]][3].name].mounts[mount].bank, prepared[key]))
+        return RowsRead(lookup(asked), asked[0][0].basis_seed)

@@ -24,10 +24,10 @@ from tiny_engram.context_plan import (
     rows_by_mount,
 )
 from tiny_engram.encoded_positions import FoundRow
+from tiny_engram.fired import Fired, FiredMaps, Plan
 from tiny_engram.hooks import MountError
 from tiny_engram.maps import GivenMaps
 from tiny_engram.residual import SpanRuns, Spans, moved
-from tiny_engram.store import Fired, FiredMaps, Plan
 
 __all__ = ["GivenRows", "RowsAtPlace", "StreamContexts", "state_of", "where_consumed"]
 

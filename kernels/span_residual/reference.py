@@ -15,7 +15,7 @@ SQRT_FLOOR = 1e-6
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the last dimension, ``[N, D]`` -> ``[N]``, in an order that depends on D alone."""
+    """Sum of the last dimension, ``[..., D]`` -> ``[...]``, in an order that depends on D alone."""
     size = 1 << max(x.shape[-1] - 1, 0).bit_length()
     x = functional.pad(x, (0, size - x.shape[-1]))
     while size > 1:
@@ -31,7 +31,7 @@ def _exact_sigmoid(z: torch.Tensor) -> torch.Tensor:
     rest = t - power * math.log(2)
     series = torch.ones_like(rest)
     for term in range(11, 0, -1):
-        series = series * rest * (1 / term) + 1.0
+        series.mul_(rest).mul_(1 / term).add_(1.0)  # in place: no gradient is taken here
     exponential = series * ((power.to(torch.int64) + 1023) << 52).view(torch.float64)
     return (torch.where(z < 0, exponential, torch.ones_like(z, dtype=torch.float64)) / (1.0 + exponential)).to(torch.float32)
 
@@ -63,13 +63,14 @@ def span_residual_reference(
     """Residual; arguments and result as in :func:`span_residual`."""
     h, key, value, gain, bias, scale, mean_norm = (x.to(torch.float32) for x in (h, key, value, gain, bias, scale, mean_norm))
     width = h.shape[-1]
+    # All sums at once: a few positions cost as much as one does, and their time is that of starting operations.
+    squares_h, squares_key, product, squares_value = _tree_sum(torch.stack((h * h, key * key, h * key, value * value)))
     # 1 / sqrt, not rsqrt: root and quotient are rounded exactly everywhere.
-    norm_h = torch.sqrt(_tree_sum(h * h) / width + EPS)
-    norm_key = torch.sqrt(_tree_sum(key * key) / width + EPS)
+    norm_h, norm_key = torch.sqrt(squares_h / width + EPS), torch.sqrt(squares_key / width + EPS)
     # + 0.0 turns -0 into 0: a zero key must give one gate, whatever the signs of h.
-    dot = _tree_sum(h * key) / norm_h / norm_key / math.sqrt(width) + 0.0
+    dot = product / norm_h / norm_key / math.sqrt(width) + 0.0
     root = torch.copysign(torch.sqrt(dot.abs().clamp(min=SQRT_FLOOR)), dot)
     gate = _Sigmoid.apply(gain * root + bias)
     # sqrt(max(1, |v|^2)), not max(1, sqrt(|v|^2)): the gradient at v = 0 is finite.
-    shrink = torch.sqrt(_tree_sum(value * value).clamp(min=1.0))
+    shrink = torch.sqrt(squares_value.clamp(min=1.0))
     return (scale * mean_norm * gate / shrink).unsqueeze(-1) * value

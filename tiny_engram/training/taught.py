@@ -10,8 +10,9 @@ import torch
 
 from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.fired import Fired, Plan, RowsRead
 from tiny_engram.quantization import fake_quantize
-from tiny_engram.store import ConceptStore, Fired, Plan
+from tiny_engram.store import ConceptStore
 
 __all__ = ["TaughtRows", "taught"]
 
@@ -50,7 +51,7 @@ class _TaughtStore(ConceptStore):
             return read.to(own.device).index_put((mine.to(own.device),), own[at.to(own.device)])
 
         rows = put(fired.rows, fake_quantize(masters.rows))
-        return replace(fired, rows=rows, gain=put(fired.gain, masters.gain), bias=put(fired.bias, masters.bias))
+        return replace(fired, read=RowsRead(rows, fired.basis_seed), gain=put(fired.gain, masters.gain), bias=put(fired.bias, masters.bias))
 
 
 @contextmanager
