@@ -1,5 +1,5 @@
-"""Prompts as a pipeline encodes them, with rows that are being taught in the place of a loaded concept's: differentiable at every mount of
-an encoder, `span`, `input`, `deep.{i}` and `pooled`. May import the core of concepts and the adapter.
+"""What a pipeline encodes and its denoiser reads, with rows that are being taught in the place of a loaded concept's: differentiable at
+every mount, `span`, `input`, `deep.{i}`, `pooled` and `context.{i}`. May import the core of concepts and the adapter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,23 +35,26 @@ class _TaughtStore(ConceptStore):
 
     def plan_at(self, mounts: Sequence[str], input_ids: torch.Tensor) -> Plan:
         plan = super().plan_at(mounts, input_ids)
-        masters = self._masters.get(mounts[0])
-        if masters is None:
-            return plan
-        return replace(plan, fired=tuple(self._in_place(one, masters) for one in plan.fired))
+        return replace(plan, fired=tuple(self._in_place(one, plan.mounts, len(input_ids)) for one in plan.fired))
 
-    def _in_place(self, fired: Fired, masters: TaughtRows) -> Fired:
-        owners = [name for name, length in zip(fired.names, fired.spans.length.tolist(), strict=True) for _ in range(length)]
-        mine = torch.tensor([k for k, owner in enumerate(owners) if owner == self._name], dtype=torch.int64)
-        if not len(mine):
-            return fired
-        at = fired.spans.flat()[2][mine]
+    def _in_place(self, fired: Fired, mounts: Sequence[str], batch: int) -> Fired:
+        """With the masters' rows and gates; the mounts are stacked along the batch."""
+        places = [(owner, mounts[row // batch]) for owner, row in zip(fired.names, fired.spans.batch.tolist(), strict=True)]
+        of_position = [place for place, length in zip(places, fired.spans.length.tolist(), strict=True) for _ in range(length)]
+        rows, gain, bias = fired.rows, fired.gain, fired.bias
+        for mount, masters in self._masters.items():
+            mine = torch.tensor([k for k, place in enumerate(of_position) if place == (self._name, mount)], dtype=torch.int64)
+            if not len(mine):
+                continue
+            at = fired.spans.flat()[2][mine]
+            rows = _put(rows, mine, fake_quantize(masters.rows), at)
+            gain, bias = _put(gain, mine, masters.gain, at), _put(bias, mine, masters.bias, at)
+        return replace(fired, read=RowsRead(rows, fired.basis_seed), gain=gain, bias=bias)
 
-        def put(read: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-            return read.to(own.device).index_put((mine.to(own.device),), own[at.to(own.device)])
 
-        rows = put(fired.rows, fake_quantize(masters.rows))
-        return replace(fired, read=RowsRead(rows, fired.basis_seed), gain=put(fired.gain, masters.gain), bias=put(fired.bias, masters.bias))
+def _put(read: torch.Tensor, places: torch.Tensor, own: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """What was read, with the masters' positions `at` in these places of it."""
+    return read.to(own.device).index_put((places.to(own.device),), own[at.to(own.device)])
 
 
 @contextmanager
@@ -60,10 +63,11 @@ def taught(adapter: EngramAdapter, name: str, masters: Mapping[str, Mapping[str,
 
     Args:
         name: of a loaded concept.
-        masters: by role and mount, such as `{"t5": {"span": ..., "deep.1": ...}}`; where there are none, the concept's own rows are read.
+        masters: by role and mount, such as `{"t5": {"span": ..., "deep.1": ..., "context.0.key": ...}}`; where there are none, the
+            concept's own rows are read.
 
-    Encode with gradients on, by `adapter.family.embeds(pipe, prompts)`; `adapter.embeds` switches them off. Nothing may be loaded or
-    unloaded inside.
+    Encode with gradients on, by `adapter.family.embeds(pipe, prompts)`; `adapter.embeds` switches them off. Rows at context mounts are read
+    where the denoiser is called: inside as well, and without gradient checkpoints there. Nothing may be loaded or unloaded inside.
 
     Raises:
         TinyEngramError: the concept has no rows at such a role or mount, or masters of another shape are given.

@@ -22,7 +22,9 @@ MODES = {
     "input": ("input",),
     "deep": ("deep",),
     "pooled": ("span", "pooled"),
+    "context": ("context",),
 }
+AT_ENCODER = tuple(mode for mode in MODES if mode != "context")  # what moves what the denoiser is given
 TRIGGER = "vortex cat"
 PROMPT, PLAIN = "a photo of a vortex cat on a table", "a photo of a green dog on a table"
 
@@ -46,6 +48,8 @@ def takes(tiny: TinyPipeline, name: str) -> bool:
 def has_mode(tiny: TinyPipeline, mode: str) -> bool:
     """Does a concept have rows of its own kind in this mode, and does the family offer it?"""
     family = family_named(tiny)
+    if mode == "context":
+        return family.attentions is not None
     return mode not in family.refuses and (mode != "pooled" or any(spec.pooled for spec in family.encoders))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.pipelines.conformance.cases import PLAIN, PROMPT, TRIGGER, each_mode, each_pipeline, has_negative, settings
+from tests.pipelines.conformance.cases import AT_ENCODER, PLAIN, PROMPT, TRIGGER, each_mode, each_pipeline, has_negative, settings
 from tests.pipelines.conformance.reading import embeds_of, given, moved, negatives, same, states_of
 from tests.pipelines.tiny.base import picture
 
@@ -21,7 +21,7 @@ def calls(subject: Any, pipe: Any, prompt: Any, **more: Any) -> tuple[list[list[
     return [[row for value in call.values() for row in rows_of(value)] for call in seen], drawn
 
 
-@each_mode(has_negative)
+@each_mode(has_negative, AT_ENCODER)
 def test_a_negative_prompt_fires_there_and_only_there(subject, mode):
     subject.load(mode)
     twin, ours = (embeds_of(subject.family, pipe, PLAIN, PROMPT) for pipe in (subject.twin, subject.pipe))
@@ -73,7 +73,7 @@ def of_equal_length(subject: Any) -> str:
     return next(t for t in texts if [row.shape for row in rows_of(embeds_of(subject.family, subject.twin, t)["prompt_embeds"])] == shapes)
 
 
-@each_mode()
+@each_mode(modes=AT_ENCODER)
 def test_rows_of_a_mixed_batch(subject, mode):
     subject.load(mode)
     plain_text = of_equal_length(subject)

@@ -1,12 +1,14 @@
 """What the denoiser is given moves where the trigger stands, and only there; and the denoiser reads it."""
 
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from tests.pipelines.conformance.cases import (
+    AT_ENCODER,
     PLAIN,
     PROMPT,
     TEMPLATE_WORDS,
@@ -16,8 +18,11 @@ from tests.pipelines.conformance.cases import (
     family_named,
     has_several_prompts,
     has_template,
+    settings,
 )
 from tests.pipelines.conformance.reading import embeds_of, heard, moved, same, states_of, texts_at
+from tests.pipelines.stream_cases import reads
+from tests.pipelines.tiny.base import picture
 from tiny_engram.pipelines.families import family_of
 
 PROMPTS = {
@@ -52,7 +57,7 @@ def test_the_class_is_recognised(subject):
     assert set(subject.adapter.mounts) | set(subject.adapter.absent) == {spec.role for spec in subject.family.encoders}
 
 
-@each_mode()
+@each_mode(modes=AT_ENCODER)
 def test_states_move_at_the_trigger_and_only_there(subject, mode):
     name = subject.load(mode)
     for prompt, count in PROMPTS.items():
@@ -69,6 +74,27 @@ def test_states_move_at_the_trigger_and_only_there(subject, mode):
         twin, pipe = (embeds_of(subject.family, p, prompt) for p in (subject.twin, subject.pipe))
         for kept in twin.keys() - {"prompt_embeds", "prompt_embeds_2"}:
             assert same(twin[kept], pipe[kept]) or kept == "pooled_prompt_embeds" and mode != "span", kept
+
+
+@each_mode(modes=("context",))
+def test_only_what_the_denoiser_projects_moves(subject, mode):
+    name = subject.load(mode)
+    spans = {at.role: {span.end - span.start for span in at.fired} for at in subject.adapter.explain(PROMPT).prompts if any(at.fired)}
+    assert spans.keys() == subject.adapter.concept(name).roles.keys()
+    twin, ours = (embeds_of(subject.family, pipe, PROMPT) for pipe in (subject.twin, subject.pipe))
+    assert same(twin, ours)
+    for prompt in (PROMPT, PLAIN):
+        with reads(subject.adapter) as seen:
+            picture(subject.tiny, subject.pipe, prompt, **settings(subject.tiny))
+        assert seen
+        for calls in seen.values():
+            found = [moved(was, now) for before, after in calls for was, now in zip(before, after, strict=True)]
+            places = [places for places in found if places]
+            assert bool(places) == (prompt == PROMPT)
+            for each in places:  # runs of positions, each as long as the trigger is in a role that is read here
+                breaks = [k for k, (one, other) in enumerate(pairwise(each), 1) if other != one + 1]
+                lengths = {end - start for start, end in pairwise([0, *breaks, len(each)])}
+                assert lengths <= set().union(*spans.values()), (each, spans)
 
 
 @each_mode(modes=("deep",))
