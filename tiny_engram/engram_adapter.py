@@ -369,9 +369,10 @@ class EngramAdapter(Scheduling):
 
         options: of `pipe(...)`; those that `encode_prompt` has too are given to it.
 
-        Raises TinyEngramError: no text, less than one picture, or the adapter was detached.
+        Raises TinyEngramError: no text, less than one picture, an option that neither of them has, or the adapter was detached.
         """
         self._check_attached()
+        self.family.check_options(self.pipe, options)
         prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt, "negative_prompt")
         if not prompts:
             raise TinyEngramError("prompt is an empty list, expected text or a list of texts")

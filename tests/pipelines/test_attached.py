@@ -6,6 +6,7 @@ import torch
 import tiny_engram
 from tests.pipelines.tiny.every import cases
 from tiny_engram.config import ConceptConfig
+from tiny_engram.errors import TinyEngramError
 
 PROMPT, PLAIN = "a photo of a zqx bolo on a table", "a photo of an old dog on a table"
 
@@ -36,3 +37,13 @@ def test_it_moves_what_stands_at_the_trigger(tiny, kind):
         assert at and at == list(range(at[0], at[-1] + 1)) and len(at) < 12
         assert not moved(same[role], states(adapter, pipe, PLAIN)[role])
     adapter.detach()
+
+
+def test_options_that_nobody_takes_are_named(tiny):
+    pipe = tiny.build()
+    adapter = tiny_engram.attach(pipe)
+    with pytest.raises(TinyEngramError, match="StableDiffusionPipeline takes no option 'clip_skp'; did you mean 'clip_skip'"):
+        adapter.embeds("a cat", clip_skp=1)
+    with pytest.raises(TinyEngramError, match="takes no option 'zzz'; leave it out"):
+        adapter.scheduled("a cat", steps=2, zzz=1)
+    assert adapter.embeds("a cat", guidance_scale=3.0).keys() == adapter.embeds("a cat").keys()
