@@ -232,16 +232,17 @@ class Family:
         return encode_by_signature(pipe, prompts, negative, images, self.returns, **others)
 
     def check_options(self, pipe: Any, options: Iterable[str]) -> None:
-        """Raises TinyEngramError for a name that neither `pipe(...)` nor its `encode_prompt` takes."""
+        """Raises TinyEngramError for a name that neither `pipe(...)` nor its `encode_prompt` takes. Where one of them takes any name, those
+        that are nearly one of its own are refused."""
         calls = (type(pipe).__call__, type(pipe).encode_prompt)
         known = [parameter for call in calls for parameter in inspect.signature(call).parameters.values()]
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
-            return
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
         names = {parameter.name for parameter in known} - {"self"}
-        for name in sorted(set(options) - names):
+        for name in sorted({*options} - names - {"callback", "callback_steps"}):  # some take these two, and do not say so
             near = get_close_matches(name, names, 1)
-            way = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise TinyEngramError(f"{type(pipe).__name__} takes no option {name!r}; {way}")
+            if near or not anything:
+                way = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise TinyEngramError(f"{type(pipe).__name__} takes no option {name!r}; {way}")
 
     def states(self, pipe: Any, embeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each role's own states inside the embeds; see `consumed`."""
