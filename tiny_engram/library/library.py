@@ -191,8 +191,8 @@ class ConceptLibrary:
                 taken = owner.name if owner is not None else next((spoken[key] for key in keys if key in spoken), None)
                 if taken is not None:
                     raise LibraryError(
-                        f"{self._path}: trigger {shown(concept.trigger)} of concept {shown(name)} has token ids that concept {shown(taken)} "
-                        "has for the same encoders; remove that one first, or keep the two in libraries of their own"
+                        f"{self._path}: trigger {shown(concept.trigger)} of concept {shown(name)} has token ids that {shown(taken)} has "
+                        "for the same encoders; remove that one first, or keep the two in libraries of their own"
                     )
                 names.add(name)
                 spoken.update((key, name) for key in keys)

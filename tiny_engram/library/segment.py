@@ -46,7 +46,7 @@ Arrays = dict[str, NDArray[Any]]
 
 def name_hash(name: str) -> int:
     """64 bits of a name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest(), "little")
 
 
 def _step(nbytes: int) -> int:
@@ -76,10 +76,11 @@ class Segment:
     def read(cls, view: memoryview, where: str) -> "Segment":
         """From its bytes, which are not copied. Raises LibraryError where counts and length do not fit."""
         arrays: Arrays = {}
-        counts = np.frombuffer(view[: 8 * len(COUNTS)], dtype="<u8").tolist() if len(view) >= 8 * len(COUNTS) else []
-        known, at = dict(zip(COUNTS, counts, strict=False)), 8 * len(COUNTS)
+        head = bytes(view[: 8 * len(COUNTS)]).ljust(8 * len(COUNTS), b"\xff")  # too many, where there are none
+        known: dict[str, int] = dict(zip(COUNTS, np.frombuffer(head, dtype="<u8").tolist(), strict=True))
+        at = 8 * len(COUNTS)
         for name, dtype, count, more, width in ARRAYS:
-            length = known.get(count, len(view)) + more  # python's integers: no sum of them can overflow
+            length = known[count] + more  # python's integers: no sum of them can overflow
             nbytes = length * width * np.dtype(dtype).itemsize
             if at + nbytes > len(view):
                 raise LibraryError(f"{where}: an index segment of {len(view)} bytes is too short for its {name}; copy the library again")
@@ -104,7 +105,7 @@ class Segment:
         """A segment of new concepts, and of the offsets of removed ones."""
         entries = [record.entry for record in records]
         kinds = {kind: k for k, kind in enumerate(dict.fromkeys(entry.kind for entry in entries))}
-        texts = [f"{entry.name}\0{entry.trigger}".encode() for entry in entries]
+        texts = [f"{entry.name}\0{entry.trigger}".encode(errors="replace") for entry in entries]
         flat = [(k, *sequence) for k, record in enumerate(records) for sequence in record.sequences]
         salts = {(role, fingerprint): salt_of(role, fingerprint) for _, role, fingerprint, _ in flat}
         ids = [found for *_, found in flat]
@@ -251,7 +252,7 @@ class Segment:
 
 
 def _kinds_json(kinds: dict[Kind, int]) -> NDArray[np.uint8]:
-    text = json.dumps([[kind.base, kind.roles] for kind in kinds], ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps([[kind.base, kind.roles] for kind in kinds], separators=(",", ":"))
     return np.frombuffer(text.encode(), dtype=np.uint8)
 
 

@@ -1,7 +1,7 @@
 """A library's file as it was at one moment: what was written since changes nothing here. Imports numpy, concept_file and its neighbours.
 
-The index is mapped; files of concepts are read, so that a file that somebody cut short is an error and no signal, and nothing of a concept
-stays in memory that was not asked for.
+The index is mapped, and read where it is looked at; files of concepts are read one by one, so that nothing of them stays in memory that was
+not asked for.
 """
 
 import hashlib
@@ -130,7 +130,7 @@ class Snapshot:
 
     def read(self, entry: LibraryEntry) -> bytes:
         """A concept's file. Raises LibraryError where it is not what was added."""
-        if not (START <= entry.offset and entry.nbytes <= MAX_FILE and entry.offset + entry.nbytes <= self.state.end):
+        if not (entry.offset >= START and entry.nbytes <= MAX_FILE and entry.offset + entry.nbytes <= self.state.end):
             raise LibraryError(f"{self.path}: concept {shown(entry.name)} lies outside of the file; copy the library again")
         try:
             blob = os.pread(self._file.fileno(), entry.nbytes, entry.offset)

@@ -101,7 +101,7 @@ def _parsed(path: Path, slot: bytes, size: int) -> State:
     places = []
     for k in range(count):
         place = Place(*_PLACE.unpack_from(slot, _HEAD.size + k * _PLACE.size))
-        if not (START <= place.offset and place.offset % ALIGN == 0 and place.offset + place.nbytes <= end):
+        if not (place.offset >= START and place.offset % ALIGN == 0 and place.offset + place.nbytes <= end):
             raise LibraryError(f"{path}: an index segment lies at {place.offset}, {place.nbytes} bytes, in {end}; copy the library again")
         places.append(place)
     return State(generation, end, concepts, nbytes, tuple(places))

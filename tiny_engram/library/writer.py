@@ -190,7 +190,7 @@ class Writer:
         return len(places) - tail, tail
 
     def compact(self, progress: Progress | None = None) -> None:
-        """Put a file in the place of this one that holds the present concepts alone, and one index; those who have it open keep the old one.
+        """Put a file in the place of this one that holds the present concepts alone, and one index; who has it open keeps the old one.
 
         Raises LibraryError, and changes nothing, if a concept is not what was added.
         """
