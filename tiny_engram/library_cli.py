@@ -88,10 +88,8 @@ def _add(args: argparse.Namespace) -> None:
     if args.name is not None and len(sources) != 1:
         raise TinyEngramError(f"--name {args.name!r} with {len(sources)} concepts, expected one; leave it out")
     with ConceptLibrary.open(args.library) as library:
-        if args.name is None:
-            names = library.add_many(sources, _Progress("added"))
-        else:
-            names = [library.add(sources[0], args.name)]
+        wanted = sources if args.name is None else [(sources[0], args.name)]
+        names = library.add_many(wanted, _Progress("added"))
         added = ", ".join(map(shown, names[:4])) + (", ..." if len(names) > 4 else "")
         print(f"{args.library}: added {counted(len(names), 'concept')} ({added}), holds {len(library):,}")
 

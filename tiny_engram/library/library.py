@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -28,9 +29,9 @@ MOST_TOKENS = 65_535
 class ConceptLibrary:
     """Concepts in one file, by name, in the order of adding.
 
-    It shows the file as it was when it was opened, or at the last change made through this object; `refresh` looks again. Any number of
-    processes may read; one at a time may write, and others wait for it. A change is there whole or not at all, whenever the process
-    ends. Of a concept, what was asked for is read, and checked by its SHA-256.
+    It shows the file as it was when it was opened, or when a change was last made, or tried, through this object; `refresh` looks again.
+    Any number of processes may read; one at a time may write, and others wait for it. A change is there whole or not at all, whenever the
+    process ends. Of a concept, what was asked for is read, and checked by its SHA-256.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -147,6 +148,15 @@ class ConceptLibrary:
         """Concepts of which a token sequence stands in ids of this encoder's tokenizer, int64 `[batch, time]`, each with that sequence."""
         return self._snapshot.spoken(role, fingerprint, ids)
 
+    @contextmanager
+    def _writing(self) -> Iterator[Writer]:
+        """Nobody else changes it meanwhile; afterwards this object shows the file as it is then, whether it was changed or not."""
+        with Writer(self._path, self._snapshot) as writer:
+            try:
+                yield writer
+            finally:
+                self._now = writer.snapshot
+
     # -- changing ------------------------------------------------------------------------------------------------------------
 
     def add(self, concept: Source, name: str | None = None) -> str:
@@ -175,7 +185,7 @@ class ConceptLibrary:
         return self._add((each if isinstance(each, tuple) else (each, None) for each in concepts), progress, total)
 
     def _add(self, concepts: Iterable[tuple[Source, str | None]], progress: Progress | None, total: int | None = None) -> "list[str]":
-        with Writer(self._path, self._snapshot) as writer:
+        with self._writing() as writer:
             records: list[Record] = []
             names: set[str] = set()
             spoken: dict[object, str] = {}
@@ -201,16 +211,14 @@ class ConceptLibrary:
                     progress(len(records), total)
             if records:
                 writer.commit(records)
-            self._now = writer.snapshot
         return [record.entry.name for record in records]
 
     def remove(self, *names: str) -> None:
         """Remove concepts, all or none; `compact` gives their space back. Raises LibraryError for an unknown name."""
-        with Writer(self._path, self._snapshot) as writer:
+        with self._writing() as writer:
             entries = writer.snapshot.named(names)
             if entries:
                 writer.commit((), entries)
-            self._now = writer.snapshot
 
     def compact(self, progress: Progress | None = None) -> int:
         """Write the file anew without what was removed; returns how many bytes that saved. Processes that read keep the old file until
@@ -218,10 +226,9 @@ class ConceptLibrary:
 
         Raises LibraryError, and changes nothing: disk full, no permission for the folder, or a concept is not what was added.
         """
-        with Writer(self._path, self._snapshot) as writer:
+        with self._writing() as writer:
             before = writer.snapshot.state.end
             writer.compact(progress)
-            self._now = writer.snapshot
         return before - writer.snapshot.state.end
 
 

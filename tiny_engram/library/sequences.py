@@ -14,9 +14,8 @@ _SPREAD = np.uint64(0xBF58476D1CE4E5B9)
 
 def salt_of(role: str, fingerprint: str) -> np.uint64:
     """Where the hash of a sequence of this encoder's tokenizer starts."""
-    return np.uint64(
-        int.from_bytes(hashlib.blake2b(f"{role}\0{fingerprint}".encode(errors="backslashreplace"), digest_size=8).digest(), "little")
-    )
+    name = f"{role}\0{fingerprint}".encode(errors="backslashreplace")
+    return np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
 
 
 def _mixed(ids: NDArray[np.int64]) -> NDArray[np.uint64]:

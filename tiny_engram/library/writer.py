@@ -225,7 +225,7 @@ class Writer:
         # Sequences and names are taken over; the files alone lie elsewhere.
         index = Segment.merged(old.segments, oldest=True, where=str(self._path)) if old.segments else Segment.build(())
         index.arrays["offset"] = np.array(offsets, dtype=np.uint64)
-        blob = index.pack()
+        blob = index.pack() if offsets else b""
         _write(handle, blob, at)
         places = (Place(at, len(blob), len(index), hashlib.sha256(blob).digest()),) if offsets else ()
         state = State(old.state.generation + 1, at + len(blob), len(offsets), total, places)
