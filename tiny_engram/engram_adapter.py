@@ -237,7 +237,7 @@ class EngramAdapter(Scheduling, Libraries):
         Those of open libraries may be among them; no others of a library fire until it is opened again.
         """
         names = [names] if isinstance(names, str) else list(names)
-        self._libraries.bring(set(names) - set(self._loaded))
+        self._libraries.bring(name for name in dict.fromkeys(names) if name not in set(self._loaded))
         self._loaded.choose(names, strengths)
         self._libraries.quiet = True
         self._refresh(*self._loaded)
