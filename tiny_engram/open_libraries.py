@@ -6,7 +6,6 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,18 +44,23 @@ class OpenLibraries:
     """The open libraries of an adapter, by path.
 
     Attributes:
-        finding: a concept is being loaded because a prompt calls it: prompts that were encoded before do not hold its trigger.
         quiet: nothing is looked for: the user has said which concepts are active.
     """
 
     def __init__(self, mounts: Mapping[str, EncoderMounts], optional: Collection[str], load: Callable[[Concept, str, float], str]) -> None:
-        self.finding = self.quiet = False
+        self.quiet = False
+        self._thread = threading.local()
         self._mounts, self._optional, self._load = mounts, optional, load
         self._open: dict[str, _Open] = {}
         self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._open)
+
+    @property
+    def finding(self) -> bool:
+        """Does this thread load a concept because a prompt calls it? Prompts that were encoded before do not hold its trigger."""
+        return getattr(self._thread, "finding", False)
 
     def add(self, library: ConceptLibrary, names: Iterable[str] | None, strength: float) -> None:
         """Have its triggers fire. Raises TinyEngramError: open already, an unknown name, or nothing in it was made for this pipeline."""
@@ -116,11 +120,11 @@ class OpenLibraries:
         # Drawing runs in inference mode, whose tensors could not be changed by anybody outside it.
         with torch.inference_mode(False), torch.no_grad():
             concept = at.library.get(entry.name)
-            self.finding = True
+            self._thread.finding = True
             try:
                 at.read[self._load(concept, entry.name, at.strength)] = concept
             finally:
-                self.finding = False
+                self._thread.finding = False
         logger.info("concept %r was read from %s: %d bytes", entry.name, at.library.path, entry.nbytes)
 
     def _fits(self, kind: Kind) -> bool:
@@ -140,7 +144,9 @@ class OpenLibraries:
         return ""
 
     def _follow(self) -> None:
+        denoiser = any(kind.denoiser for at in self._open.values() for kind, fits in at.fits.items() if fits)
         for role, mount in self._mounts.items():
+            mount.notes_all = denoiser
             mount.seek = (lambda ids, role=role: self.seek(role, ids)) if self._open else None
 
 
@@ -182,9 +188,8 @@ class Libraries(ABC):
         given = library.path if isinstance(library, ConceptLibrary) else library
         paths = [*self._libraries] if given is None else [os.path.realpath(given)]
         for name, concept in self._libraries.remove(paths):
-            with suppress(TinyEngramError):  # unloaded meanwhile
-                if self._loaded[name].concept is concept:
-                    self.unload_concept(name)
+            if name in self._loaded and self._loaded[name].concept is concept:
+                self.unload_concept(name)
         self._changed()
 
     def get_list_libraries(self) -> list[str]:

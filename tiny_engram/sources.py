@@ -62,7 +62,7 @@ def load_source(source: Source, **options: Unpack[SourceOptions]) -> Concept:
     try:
         return Concept.load(path)
     except ConceptFileError as error:
-        _refuse_library(path, error)
+        _refuse_library(path)
         if address is None:
             raise
         raise ConceptFileError(f"{address}: {error}; force_download=True fetches it again") from error
@@ -73,6 +73,7 @@ def source_bytes(source: str | PathLike[str]) -> tuple[bytes, str]:
     if (held := _held(source)) is not None:
         return held[0].read(held[1]), fspath(source)
     path, address = source_file(source)
+    _refuse_library(path)
     return read_bytes(path), address or str(path)
 
 
@@ -87,14 +88,14 @@ def _held(source: object) -> "tuple[ConceptLibrary, str] | None":
     return next(((ConceptLibrary.open(path), name) for path, name in parts if is_library(path)), None)
 
 
-def _refuse_library(path: Path, error: Exception) -> None:
+def _refuse_library(path: Path) -> None:
     """Say so where a library was given in the place of one of its concepts."""
     from tiny_engram.library import is_library
 
     if is_library(path):
         raise TinyEngramError(
             f"{path}: is a library of concepts, expected one of them; write '{path}#NAME', or have all fire by open_library"
-        ) from error
+        )
 
 
 def source_file(

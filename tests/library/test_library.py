@@ -21,20 +21,17 @@ def test_what_is_added_comes_back(library, maker, tmp_path):
     assert len(library) == 12 and names_of(library) == [maker(k).name for k in range(12)]
     for k in range(12):
         assert same(library.get(maker(k).name), maker(k)), k
-    file = maker(20).save(tmp_path / "one.safetensors")
-    assert (
-        library.add(file) == maker(20).name
-        and library.add(str(maker(24).save(tmp_path / "two.safetensors")), "another name") == "another name"
-    )
+    file, other, name = maker(20).save(tmp_path / "one.safetensors"), maker(24).save(tmp_path / "two.safetensors"), "\U0001f986 \u200d two"
+    assert library.add(file) == maker(20).name and library.add(str(other), name) == name
     assert library.read(maker(20).name) == file.read_bytes()
-    assert library.export("another name", tmp_path / "out.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
-    entry = library.entry("another name")
-    assert (entry.trigger, entry.base, entry.nbytes) == (maker(24).trigger, "emoji-sd", (tmp_path / "two.safetensors").stat().st_size)
-    place = maker(24).roles["clip_l"]
-    assert entry.kind.roles == (("clip_l", place.width, place.fingerprint),) and library.kinds == {entry.kind}
-    assert library.verify() == 14 and library.verify("another name") == 1
-    assert "14 concepts" in repr(library) and "another name" in library and "nobody" not in library and 3 not in library
-    assert same(tiny_engram.ConceptLibrary.open(library.path).get("another name"), maker(24))
+    assert library.export(name, tmp_path / "out.safetensors").read_bytes() == other.read_bytes()
+    entry, place = library.entry(name), maker(24).roles["clip_l"]
+    assert (entry.trigger, entry.base, entry.nbytes) == (maker(24).trigger, "emoji-sd", other.stat().st_size)
+    assert entry.kind.roles == (("clip_l", place.width, place.fingerprint),) and entry.kind.denoiser
+    assert library.kinds == {entry.kind, library.entry(maker(0).name).kind} and not library.entry(maker(0).name).kind.denoiser
+    assert library.verify() == 14 and library.verify(name) == 1
+    assert "14 concepts" in repr(library) and name in library and "nobody" not in library and 3 not in library
+    assert same(tiny_engram.ConceptLibrary.open(library.path).get(name), maker(24))
 
 
 def test_concepts_are_sources(library, maker, adapter, tmp_path):
@@ -171,11 +168,14 @@ def test_all_or_none(library, maker, tmp_path):
         ([(maker(30), "")], "name of a concept is '', expected one line of text"),
         ([(maker(30), "two\nlines")], "expected one line of text"),
         ([(maker(30), "x" * 600)], "at most 512 bytes"),
+        ([maker(30), library.path], "is a library of concepts, expected one of them"),
         ([maker(30), 7], "a concept's source is '7'"),
     ):
         with pytest.raises(tiny_engram.TinyEngramError, match=says) as raised:
             library.add_many(batch, lambda done, total: told.append((done, total)))
         assert "\n" not in str(raised.value) and library.path.read_bytes() == before and len(library) == 12
+    with pytest.raises(LibraryError, match="holds no concept '..\\\\udc80'"):
+        library.get("zq\udc80")
     with pytest.raises(LibraryError, match="holds no concept 'nobody'"):
         library.remove(maker(0).name, "nobody")
     with pytest.raises(LibraryError, match="is given twice"):
@@ -198,7 +198,7 @@ def test_one_trigger_for_two_bases(library, maker):
     other = dataclasses.replace(first, base="another", roles={"clip_l": dataclasses.replace(role, fingerprint="f" * 64)})
     library.add(other, "for another tokenizer")
     entries = {entry.name: entry for entry in library}
-    assert entries["for another tokenizer"].base == "another" and len(library.kinds) == 2
+    assert entries["for another tokenizer"].base == "another" and len(library.kinds) == 3
     ids = np.array([[1, *role.variants[0].ids, 2]])
     assert [entry.name for entry, _ in library.spoken("clip_l", role.fingerprint, ids)] == [first.name]
     assert [entry.name for entry, _ in library.spoken("clip_l", "f" * 64, ids)] == ["for another tokenizer"]

@@ -79,6 +79,9 @@ def test_killed_at_every_call(what, half, library, maker, tmp_path):
             assert state_of(path) == (*seen[-1], maker(40).name)
     else:
         pytest.fail("never came to its end")
+    if what == "compact":
+        ConceptLibrary.open(path).compact()
+        assert [each.name for each in path.parent.iterdir()] == ["ducks.engrams"]  # nothing is left of those that were killed
     new = seen[-1]
     assert set(seen) <= ({None, new} if what == "create" else {old, new}) and len(seen) > 3
     assert what == "compact" or (seen[0] == (None if what == "create" else old) and seen[0] != new)

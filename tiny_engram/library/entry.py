@@ -1,8 +1,9 @@
-"""What a library's index says of one concept. Imports errors and the standard library."""
+"""What a library's index says of one concept. Imports concept, config and errors."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tiny_engram.concept import Concept
+from tiny_engram.config import at_encoder
 from tiny_engram.errors import TinyEngramError
 
 __all__ = ["Kind", "LibraryEntry", "LibraryError", "Record"]
@@ -14,14 +15,20 @@ class LibraryError(TinyEngramError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a concept was made for: the base's short id, and by role the width and the tokenizer's fingerprint."""
+    """What a concept was made for: the base's short id; by role the width and the tokenizer's fingerprint; has it rows or maps at the
+    denoiser?"""
 
     base: str
     roles: tuple[tuple[str, int, str], ...]
+    denoiser: bool
 
     @classmethod
-    def of(cls, base: str, roles: Mapping[str, tuple[int, str]]) -> "Kind":
-        return cls(base, tuple(sorted((role, width, fingerprint) for role, (width, fingerprint) in roles.items())))
+    def of(cls, concept: Concept) -> "Kind":
+        """That of a concept."""
+        places = concept.roles.items()
+        roles = sorted((role, place.width, place.fingerprint) for role, place in places)
+        inside = any(place.maps or not all(map(at_encoder, place.mounts)) for _, place in places)
+        return cls(concept.base, tuple(roles), inside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from .writer import Progress, Writer, create
 __all__ = ["ConceptLibrary"]
 
 MOST_NAME = 512  # bytes
+NOT_IN_NAMES = ("Cc", "Cs", "Zl", "Zp")  # control signs, halves of signs, ends of lines
 MOST_TOKENS = 65_535
 
 
@@ -233,16 +235,16 @@ class ConceptLibrary:
 
 
 def _checked(name: object) -> str:
-    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name.encode("utf-8", "replace")) > MOST_NAME:
+    sound = isinstance(name, str) and name.strip() and not any(unicodedata.category(sign) in NOT_IN_NAMES for sign in name)
+    if not isinstance(name, str) or not sound or len(name.encode()) > MOST_NAME:
         raise LibraryError(f"name of a concept is {shown(name)}, expected one line of text, at most {MOST_NAME} bytes; give name=")
     return name
 
 
 def _record(concept: Concept, name: str, blob: bytes, offset: int) -> Record:
-    kind = Kind.of(concept.base, {role: (place.width, place.fingerprint) for role, place in concept.roles.items()})
     sequences = [(role, place.fingerprint, variant.ids) for role, place in concept.roles.items() for variant in place.variants]
     for role, _, ids in sequences:
         if not 0 < len(ids) <= MOST_TOKENS or not all(0 <= token < 2**31 for token in ids):
             raise TinyEngramError(f"concept {shown(name)} has a sequence of {len(ids)} tokens at {role}, expected token ids; make it again")
     trigger = concept.trigger.replace("\0", "")
-    return Record(LibraryEntry(name, trigger, kind, len(blob), offset, hashlib.sha256(blob).digest()), tuple(sequences))
+    return Record(LibraryEntry(name, trigger, Kind.of(concept), len(blob), offset, hashlib.sha256(blob).digest()), tuple(sequences))

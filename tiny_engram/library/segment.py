@@ -60,7 +60,7 @@ class Segment:
         self.arrays, self._where = arrays, where
         try:
             listed = json.loads(bytes(arrays["kinds"]).decode() or "[]")
-            self.kinds = [Kind(str(base), tuple((str(r), int(w), str(f)) for r, w, f in roles)) for base, roles in listed]
+            self.kinds = [Kind(str(base), tuple((str(r), int(w), str(f)) for r, w, f in roles), bool(at)) for base, roles, at in listed]
         except (ValueError, TypeError, RecursionError) as error:
             raise self._damaged("kinds are no JSON") from error
 
@@ -252,7 +252,7 @@ class Segment:
 
 
 def _kinds_json(kinds: dict[Kind, int]) -> NDArray[np.uint8]:
-    text = json.dumps([[kind.base, kind.roles] for kind in kinds], separators=(",", ":"))
+    text = json.dumps([[kind.base, kind.roles, kind.denoiser] for kind in kinds], separators=(",", ":"))
     return np.frombuffer(text.encode(), dtype=np.uint8)
 
 

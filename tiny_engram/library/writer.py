@@ -194,24 +194,26 @@ class Writer:
 
         Raises LibraryError, and changes nothing, if a concept is not what was added.
         """
-        temporary: str | None = None
+        # One name, which is ours while we hold the lock: what a process left there that was killed goes.
+        beside: Path | None = self._path.parent / f".{self._path.name}.compacting"
         try:
-            handle, temporary = tempfile.mkstemp(prefix=f".{self._path.name[:40]}.", suffix=".tmp", dir=self._path.parent)
+            beside.unlink(missing_ok=True)
+            handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)  # from the moment that it is the library
                 self._copy(handle, progress)
                 os.fchmod(handle, stat.S_IMODE(os.fstat(self.handle).st_mode))
                 os.fsync(handle)
-                os.replace(temporary, self._path)
-                temporary, self._true = None, True
+                os.replace(beside, self._path)
+                beside, self._true = None, True
                 sync_folder(self._path.parent)
                 self.snapshot = Snapshot(self._path)
             finally:
                 os.close(handle)
         finally:
-            if temporary is not None:
+            if beside is not None:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                    beside.unlink()
 
     def _copy(self, handle: int, progress: Progress | None) -> None:
         old, offsets, total, at = self.snapshot, [], 0, START
