@@ -90,14 +90,19 @@ class OpenLibraries:
         return [pair for each in closed for pair in each.read.items()]
 
     def bring(self, names: Iterable[str]) -> None:
-        """Load those of these that an open library holds."""
+        """Load these, all or none. Raises TinyEngramError for one that no open library holds; without an open one nothing is done."""
         with self._lock:
-            for name in names:
-                for at in self._open.values():
-                    entry = at.library.entry(name) if name in at.library else None
-                    if entry is not None and self._may(at, entry):
-                        self._read(at, entry)
-                        break
+            found: list[tuple[_Open, LibraryEntry]] = []
+            for name in names if self._open else ():
+                held = ((at, at.library.entry(name)) for at in self._open.values() if name in at.library)
+                place = next((pair for pair in held if self._may(*pair)), None)
+                if place is None:
+                    raise TinyEngramError(
+                        f"no concept {shown(name)} is loaded or in an open library; get_list_concepts and ConceptLibrary.list() know them"
+                    )
+                found.append(place)
+            for at, entry in found:
+                self._read(at, entry)
 
     def seek(self, role: str, ids: torch.Tensor) -> None:
         """Load what stands in ids that an encoder is about to be given, int64 `[batch, time]`, and is not loaded.

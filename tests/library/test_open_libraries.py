@@ -129,8 +129,9 @@ def test_exactly_these(library, word, adapter):
     adapter.set_concepts([word(3), word(6)], [1.0, 0.5])
     assert adapter.get_active_concepts() == [word(3), word(6)] and adapter.strength(word(6)) == 0.5
     assert torch.equal(adapter.encode(f"a {word(5)}")[0], plain) and len(adapter.get_list_concepts()) == 2
-    with pytest.raises(TinyEngramError, match="no concept 'nobody'; known"):
-        adapter.set_concepts("nobody")
+    with pytest.raises(TinyEngramError, match="no concept 'nobody' is loaded or in an open library"):
+        adapter.set_concepts([word(9), "nobody"])
+    assert len(adapter.get_list_concepts()) == 2
     adapter.close_library(library)
     adapter.open_library(library.path, names=[word(5)])
     assert not torch.equal(adapter.encode(f"a {word(5)} and {word(4)}")[0], plain) and adapter.get_list_concepts() == [word(5)]

@@ -101,12 +101,12 @@ class Writer:
             os.close(self.handle)
             raise
         self._end = padded(self.snapshot.state.end)
-        self._true = False
+        self._decided = False  # a header that says something new is being written, or another file is in the place of this one
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # what was not committed gives its space back; no reader has it
-        if not self._true:
+        if not self._decided:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.handle, self.snapshot.state.end)
         os.close(self.handle)
@@ -114,9 +114,12 @@ class Writer:
             self._refuse(error)
 
     def _refuse(self, error: OSError) -> NoReturn:
-        raise LibraryError(
-            f"{self._path}: cannot be changed ({error.strerror or error}), it is as it was; free space or choose another disk"
-        ) from error
+        state = (
+            "the change may be in it or not, look before you repeat it"
+            if self._decided
+            else "it is as it was; free space or choose another disk"
+        )
+        raise LibraryError(f"{self._path}: cannot be changed ({error.strerror or error}), {state}") from error
 
     def _locked(self) -> int:
         began, said = time.monotonic(), False
@@ -166,11 +169,11 @@ class Writer:
             (*old.places[:kept], place),
         )
         os.fsync(self.handle)
-        self._true = True
+        self._decided = True
         _write(self.handle, pack_state(state), slot_of(state.generation))
         os.fsync(self.handle)
         self.snapshot = Snapshot(self._path, self.snapshot)
-        self._end, self._true = padded(state.end), False
+        self._end, self._decided = padded(state.end), False
 
     def _to_merge(self, count: int) -> tuple[int, int]:
         """How many segments stay, and how many of those behind them go into the new one."""
@@ -205,7 +208,7 @@ class Writer:
                 os.fchmod(handle, stat.S_IMODE(os.fstat(self.handle).st_mode))
                 os.fsync(handle)
                 os.replace(beside, self._path)
-                beside, self._true = None, True
+                beside, self._decided = None, True
                 sync_folder(self._path.parent)
                 self.snapshot = Snapshot(self._path)
             finally:
