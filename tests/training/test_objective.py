@@ -79,7 +79,7 @@ def test_noise_and_target_against_the_scheduler(kind):
 def test_an_unknown_prediction_type_is_named():
     plan = scheduler("epsilon")
     plan.register_to_config(prediction_type="flow")
-    with pytest.raises(TinyEngramError, match="'flow' .*expected epsilon, sample or v_prediction"):
+    with pytest.raises(TinyEngramError, match="'flow' .*expected epsilon, sample, v_prediction or flow_prediction"):
         target_of(plan, *batch(1))
 
 
