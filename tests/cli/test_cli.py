@@ -229,7 +229,7 @@ def test_a_signal_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path, q
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and err.endswith("tiny-engram: stopped\n") and "go on with --resume_from_checkpoint latest" in err
     assert "Traceback" not in err
-    names = {p.name for p in out.iterdir()}
+    names = {p.name for p in out.iterdir()} - {"config.yaml", "metrics.jsonl"}
     assert all(re.fullmatch(r"checkpoint-\d+", name) for name in names), names
     last = max(int(name.removeprefix("checkpoint-")) for name in names)
     state = json.loads((out / f"checkpoint-{last}" / "state.json").read_text())
@@ -238,5 +238,6 @@ def test_a_signal_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path, q
     code, said, _ = run(
         "train", *options[4:], *quick, "--max_train_steps", last + 2, "--lr_scheduler", "constant", "--resume_from_checkpoint", "latest"
     )
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").open()] == list(range(1, last + 3))
     again = json.loads((out / f"checkpoint-{last + 2}" / "state.json").read_text())
     assert code == 0 and f"{last + 2} steps" in said and again["losses"][:last] == state["losses"]
