@@ -18,6 +18,10 @@ from tiny_engram.errors import ConfigError
 __all__ = ["config_text", "read_config_file"]
 
 
+_FLOAT_TAG, _FLOAT_FIRST = "tag:yaml.org,2002:float", list("-+0123456789.")
+_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$")
+
+
 def _loader() -> Any:
     import yaml
 
@@ -33,12 +37,11 @@ def _loader() -> Any:
 
     # copied: these tables are the base class's own
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+        first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:bool", _FLOAT_TAG)]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-    number = r"^[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(number), list("-+0123456789."))
+    Loader.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _FLOAT_FIRST)
     return Loader
 
 
@@ -98,5 +101,9 @@ def config_text(config: Any, also: Mapping[str, str | None] | None = None) -> st
     of the latter. Floats read back to the same bits."""
     import yaml
 
+    class Dumper(yaml.SafeDumper):
+        """Quotes what either version of YAML would take for something else than a text."""
+
+    Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _FLOAT_FIRST)
     beside = {key: value for key, value in (also or {}).items() if value is not None}
-    return yaml.safe_dump(beside | config.to_dict(), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    return yaml.dump(beside | config.to_dict(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)

@@ -168,7 +168,7 @@ def test_logit_normal_has_the_shares_of_its_density():
     found = timesteps_for(scheduler("epsilon"), SHARES, config).double() / 1000
     for share in (0.1, 0.5, 0.9):
         assert abs(found.quantile(share).item() - t.double().quantile(share).item()) < 0.005, share
-    assert (found.diff() >= 0).all() and timesteps_for(scheduler("epsilon"), [0.0], config).item() == 0
+    assert (found.diff() >= 0).all() and 0 <= timesteps_for(scheduler("epsilon"), [0.0], config) < 20
 
 
 def test_mode_has_the_shares_of_its_formula():
