@@ -287,7 +287,7 @@ def _train(
                 draws = [objective.draw(config.seed, run.step, first + i, samples, others=config.collages) for i in range(share)]
                 with accelerator.accumulate(wrapped):
                     with accelerator.autocast():
-                        loss = denoising_loss(pipe, wrapped, contexts, data, draws, config)
+                        loss = denoising_loss(pipe, wrapped, contexts, data, draws, config) + module.nothing()
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
