@@ -31,14 +31,15 @@ def killer(saved_pipe):
     process = subprocess.Popen(
         [sys.executable, str(script), str(saved_pipe)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin is not None and process.stdout is not None
+    asked, answers = process.stdin, process.stdout
+    assert asked is not None and answers is not None
 
     def call(config: TrainConfig, seconds: float | None) -> int:
-        print(json.dumps({"config": config.to_dict(), "seconds": seconds}), file=process.stdin, flush=True)
-        return json.loads(process.stdout.readline())["code"]
+        print(json.dumps({"config": config.to_dict(), "seconds": seconds}), file=asked, flush=True)
+        return json.loads(answers.readline())["code"]
 
     yield call
-    process.stdin.close()
+    asked.close()
     process.wait(timeout=60)
 
 
