@@ -20,6 +20,7 @@ FLOORS = {
     "tiny_engram.llm": 3,
     "tiny_engram.llm_training": 4,
     "tiny_engram.training": 3,
+    "tiny_engram.training.__main__": 6,
     "tiny_engram.pipelines": 4,
     "tiny_engram.studio": 5,
     "tiny_engram.cli": 6,
@@ -28,6 +29,7 @@ FLOORS = {
     "tiny_engram.facts_cli": 6,
     "tiny_engram.generate_cli": 6,
     "tiny_engram.push_cli": 6,
+    "tiny_engram.train_cli": 6,
     "tiny_engram.demo_llm": 6,
     "tiny_engram.demo": 6,
     "tiny_engram.__main__": 6,
@@ -43,7 +45,7 @@ HOMES = {
 
 def floor_of(module: str) -> int:
     parts = module.split(".")
-    return FLOORS.get(".".join(parts[:2]), CONCEPTS)
+    return FLOORS.get(module, FLOORS.get(".".join(parts[:2]), CONCEPTS))
 
 
 def sources(root: Path) -> dict[str, Path]:

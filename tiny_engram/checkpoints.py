@@ -27,6 +27,7 @@ __all__ = [
     "list_checkpoints",
     "load_checkpoint",
     "refuse_another_run",
+    "sweep",
     "tell_other_settings",
     "write_checkpoint",
 ]
@@ -73,7 +74,7 @@ def write_checkpoint(
         write_atomically(temporary / TENSORS, blob)
         finished(temporary)
         write_atomically(temporary / STATE, json.dumps(dict(state), indent=1).encode())
-        shutil.rmtree(target, ignore_errors=True)
+        _delete(target)
         temporary.rename(target)
         sync_folder(output_dir)
     except (OSError, TinyEngramError) as error:
@@ -84,14 +85,35 @@ def write_checkpoint(
     if limit is not None:
         others = [path for _, path in list_checkpoints(output_dir) if path != target]
         for old in others[: max(0, len(others) + 1 - limit)]:
-            shutil.rmtree(old, ignore_errors=True)
+            _delete(old)
     return target
+
+
+def _delete(folder: Path) -> None:
+    """Under a name that nothing looks for: a kill in the middle leaves no half checkpoint."""
+    if folder.exists():
+        passing = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+        shutil.rmtree(passing, ignore_errors=True)
+        try:
+            folder.rename(passing)
+        except OSError:  # another process was first, or it may not be deleted at all
+            return
+        shutil.rmtree(passing, ignore_errors=True)
+
+
+def sweep(output_dir: Path, files: Iterable[str] = ()) -> None:
+    """Delete what a killed run left half written: folders of checkpoints under their passing names, and those of these files."""
+    for path in output_dir.glob(f".{PREFIX}*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+    for name in files:
+        for path in output_dir.glob(f".{name}.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def delete_checkpoints(output_dir: Path) -> None:
     """Delete all of another run, so that "latest" means this one's alone."""
     for _, path in list_checkpoints(output_dir):
-        shutil.rmtree(path, ignore_errors=True)
+        _delete(path)
 
 
 def find_checkpoint(output_dir: Path, wanted: str) -> Path | None:
@@ -144,7 +166,11 @@ def tell_other_settings(folder: Path, steps_done: int, before: Mapping[str, Any]
     Raises:
         TinyEngramError: no step is left in which they could be used.
     """
-    whole = now["lr_scheduler"] == "constant"  # else the rates of all steps depend on how many there are
+    whole = now["lr_scheduler"] in (
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    )  # else the rates of all steps depend on how many there are
     changed = [name for name in names if name in before and before[name] != now[name] and not (whole and name == "max_train_steps")]
     said = ", ".join(f"{name} {now[name]!r} (it had {before[name]!r})" for name in changed)
     if steps_done < now["max_train_steps"]:

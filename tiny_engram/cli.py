@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tiny_engram import __version__
-from tiny_engram.cli_fields import add_fields, given_fields
-from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.facts_cli import add_facts_verbs, run_facts_verb
-from tiny_engram.files import check_writable
 from tiny_engram.generate_cli import add_generate_options, run_generate
 from tiny_engram.interrupts import Terminated, terminable
 from tiny_engram.library_cli import add_library_verbs, run_library_verb
@@ -27,55 +24,9 @@ from tiny_engram.push_cli import add_push_options, run_push
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
-from tiny_engram.training.config import TrainConfig
+from tiny_engram.train_cli import add_model, add_train_options, run_train
 
 __all__ = ["main"]
-
-TRAIN_HELP = {
-    "train_data_dir": "folder of pictures; captions from metadata.jsonl or .txt files, with {trigger} where the subject is named",
-    "trigger": "the phrase that calls the concept",
-    "aliases": "further spellings that call it too",
-    "name": "the name it goes by (default: the trigger)",
-    "output_dir": "gets concept.safetensors, logs/, validation/, checkpoint-N/",
-    "caption_template": "for pictures without a caption, e.g. 'a photo of a {trigger}' (default: five like it)",
-    "caption_dropout": "share of samples captioned by the trigger alone",
-    "skip_bad_pictures": "go on without pictures that cannot be read",
-    "resolution": "side in pixels of the squares that pictures are cropped to (default: the base's own)",
-    "train_batch_size": "samples of one pass through the denoiser",
-    "max_train_steps": "steps of teaching",
-    "gradient_accumulation_steps": "passes that make one step",
-    "learning_rate": "of the concept's rows",
-    "gate_learning_rate": "of the gates that say how much of a row is added",
-    "map_learning_rate": "of the maps, see --attention_rank",
-    "adam_beta2": "how slowly the optimiser forgets the squares of gradients",
-    "lr_scheduler": "how the rates go on: constant, or down to 0 at the last step (cosine, linear)",
-    "lr_warmup_steps": "steps in which the rates rise to their full size",
-    "max_grad_norm": "length that gradients are cut to",
-    "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
-    "share": "context rows: 'none', of its own for each cross-attention, or 'block', one set for all of a block of the denoiser",
-    "bands": "equal shares of the timesteps that have context rows of their own, up to 4",
-    "attention_rank": "rank of the maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",
-    "feedforward_rank": "rank of the maps at the feed-forward layers behind them; 0 for none",
-    "class_word": "a word that the base knows, at which rows of the mounts input and span start: giving one helps, the nearest thing known",
-    "collages": "of every eight samples, those that show a picture at half size beside a thing that the base draws first; 0 for none",
-    "companions": "names of the things in collages, known to the base",
-    "collage_pictures": "things that are drawn for each picture's collages",
-    "rho": f"bound of what is added, as a share of the mean length of the states it is added to (default: {ConceptConfig().rho})",
-    "context_rho": "the same for the mounts at the denoiser (default: --rho)",
-    "snr_gamma": "of the min-SNR weight of the loss; 'none' weighs all timesteps alike",
-    "ema_decay": "of the running average that is validated and saved; 0 saves the last values",
-    "mixed_precision": "no, fp16 or bf16",
-    "seed": "of samples, noise and collages",
-    "validation_prompts": "prompts with {trigger}, drawn every --validation_steps steps",
-    "validation_steps": "steps from one drawing of the validation prompts to the next; 0 for never",
-    "validation_seeds": "seeds that each validation prompt is drawn from",
-    "validation_inference_steps": "denoising steps of validation pictures, and of the things in collages",
-    "validation_guidance_scale": "guidance of both",
-    "checkpointing_steps": "steps from one checkpoint to the next; 0 for one at the end",
-    "checkpoints_total_limit": "checkpoints that are kept, the newest ones (default: all)",
-    "resume_from_checkpoint": "a checkpoint folder, or 'latest'",
-    "report_to": "tensorboard or none",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,19 +35,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         line = message.replace("\n", " ")
         self.exit(2, f"tiny-engram: {line}; see {self.prog} --help\n")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        "--pretrained_model_name_or_path",
-        dest="model",
-        help="diffusers folder, hub id, or an embedded base: emoji-sd (default), emoji-pixart",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the model's weights (default: float32)"
-    )
-    parser.add_argument("--device", help="cuda, cpu, ... (default: CUDA if there is one)")
 
 
 def _add_concepts(parser: argparse.ArgumentParser) -> None:
@@ -119,20 +57,18 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     app = verbs.add_parser("app", help="the Studio: register, teach, compare and share concepts in a browser")
-    _add_model(app)
+    add_model(app)
     add_app_arguments(app)
 
-    train = verbs.add_parser("train", help="teach a concept from a folder of pictures")
-    _add_model(train)
-    add_fields(train, TrainConfig, TRAIN_HELP)
+    add_train_options(verbs.add_parser("train", help="teach a concept from a folder of pictures"))
 
     generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
-    _add_model(generate)
+    add_model(generate)
     _add_concepts(generate)
     add_generate_options(generate)
 
     explain = verbs.add_parser("explain", help="which triggers fire in a prompt, which do not, and why")
-    _add_model(explain)
+    add_model(explain)
     _add_concepts(explain)
     explain.add_argument("prompt")
     explain.add_argument("--negative_prompt")
@@ -191,23 +127,6 @@ def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
     for library in args.library:
         adapter.open_library(library)
     return pipe, adapter
-
-
-def _train(args: argparse.Namespace) -> int:
-    config = TrainConfig(**given_fields(args, TrainConfig))
-    # folders are looked at before anything heavy is imported or loaded: a wrong path should not cost a minute
-    from tiny_engram.training.data import scan_folder
-
-    spellings = (config.trigger, *config.aliases)
-    scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
-    check_writable(Path(config.output_dir))
-    from tiny_engram.pipelines.loaders import load_pipeline
-    from tiny_engram.training.loop import train
-
-    pipe = load_pipeline(args.model, dtype=args.dtype, device=args.device)
-    result = train(pipe, config)
-    print(f"{result.path}: {result.path.stat().st_size:,} bytes, {result.steps} steps in {result.seconds:.0f} s")
-    return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -318,7 +237,7 @@ def _demo_llm(args: argparse.Namespace) -> int:
 
 VERBS = {
     "app": run_app,
-    "train": _train,
+    "train": run_train,
     "generate": _generate,
     "explain": _explain,
     "inspect": _inspect,

@@ -26,8 +26,13 @@ def ints(text: str) -> tuple[int, ...]:
 ints.__name__ = "int"  # which argparse names in its errors
 
 
-def add_fields(parser: argparse.ArgumentParser, config: type, helps: Mapping[str, str]) -> None:
-    """One option for each field of a dataclass; whole numbers of a tuple may stand apart or with commas between them."""
+def add_fields(parser: argparse.ArgumentParser, config: type, helps: Mapping[str, str], *, required: bool = True) -> None:
+    """One option for each field of a dataclass; whole numbers of a tuple may stand apart or with commas between them. `--no_{field}` takes
+    back what a file said of one that is true or false.
+
+    Args:
+        required: do fields without a default have to be given?
+    """
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         hint = hints[field.name]
@@ -41,10 +46,14 @@ def add_fields(parser: argparse.ArgumentParser, config: type, helps: Mapping[str
             options = {"nargs": "+", "type": ints if item is int else item}
         else:
             options = {"type": hint}
-        required = field.default is dataclasses.MISSING
+        bare = field.default is dataclasses.MISSING
         default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        shown = "" if required or default is None or default is False or default == "" else f" (default: {default})"
-        parser.add_argument(f"--{field.name}", required=required, default=argparse.SUPPRESS, help=helps[field.name] + shown, **options)
+        shown = "" if bare or default is None or default is False or default == "" else f" (default: {default})"
+        needed = bare and required
+        parser.add_argument(f"--{field.name}", required=needed, default=argparse.SUPPRESS, help=helps[field.name] + shown, **options)
+        if hint is bool:
+            hidden = argparse.SUPPRESS
+            parser.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", default=hidden, help=hidden)
 
 
 def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:

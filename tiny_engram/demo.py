@@ -6,8 +6,6 @@ May import everything. Needs a checkout, for its base and its example pictures.
 import dataclasses
 import json
 import logging
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from tiny_engram.files import check_writable
 from tiny_engram.pipelines.loaders import EMBEDDED_BASE, load_pipeline
 from tiny_engram.sheet import Sheet
 from tiny_engram.training import TrainConfig, train
+from tiny_engram.training.costs import peak_memory
 from tiny_engram.training.data import load_picture, scan_folder
 from tiny_engram.training.validation import draw_pictures, save_picture
 
@@ -58,12 +57,6 @@ WITHOUT = (
     "a lion",
 )
 SEEDS = (1, 2)
-
-
-def peak_memory() -> int:
-    """Bytes, the most this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def run_demo(

@@ -8,14 +8,19 @@ from tiny_engram.errors import ConfigError
 
 __all__ = ["PRECISIONS", "SCHEDULES", "TRACKERS", "RunConfig", "is_number"]
 
-SCHEDULES = ("constant", "cosine", "linear")
-TRACKERS = ("none", "tensorboard")
+SCHEDULES = ("constant", "constant_with_warmup", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "inverse_sqrt", "linear")
+SCHEDULES += ("polynomial", "warmup_stable_decay")
+TRACKERS = ("none", "tensorboard", "wandb")
 PRECISIONS = ("no", "fp16", "bf16")
 
 
 def is_number(value: Any) -> bool:
     """Finite, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
 
 
 class RunConfig(JsonConfig):
@@ -40,14 +45,39 @@ class RunConfig(JsonConfig):
     checkpointing_steps: int
     checkpoints_total_limit: int | None
     report_to: str
+    # of schedules that have them; a config may make them fields
+    lr_num_cycles = 1
+    lr_power = 1.0
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rates at a step, counted from 0."""
+        """Factor of the learning rates at a step, counted from 0. A function of the step alone, so that a resume goes on exactly.
+
+        Names are those of transformers and diffusers. Everything that falls does so from the first step on, also under the warm-up.
+        """
         warm = min(1.0, (step + 1) / max(1, self.lr_warmup_steps))
         left = max(0.0, 1 - step / self.max_train_steps)
-        if self.lr_scheduler == "cosine":
-            return warm * 0.5 * (1 - math.cos(math.pi * left))
-        return warm * left if self.lr_scheduler == "linear" else warm
+        match self.lr_scheduler:
+            case "cosine":
+                return warm * 0.5 * (1 - math.cos(math.pi * left))
+            case "linear":
+                return warm * left
+            case "cosine_with_restarts":
+                return warm * 0.5 * (1 + math.cos(math.pi * ((1 - left) * self.lr_num_cycles % 1.0)))
+            case "cosine_with_min_lr":
+                return warm * (0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * left)))
+            case "polynomial":
+                return warm * left**self.lr_power
+            case "inverse_sqrt":
+                whole = max(1, self.lr_warmup_steps)
+                return warm * min(1.0, math.sqrt(whole / (step + 1)))
+            case "warmup_stable_decay":
+                return warm * min(1.0, left / 0.2)  # the last fifth
+        return warm
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Of `report_to`; none for "none"."""
+        return tuple(name for name in _split(self.report_to) if name != "none")
 
     def _check(self, ok: bool, field: str, expected: str) -> None:
         if not ok:
@@ -87,4 +117,9 @@ class RunConfig(JsonConfig):
         self._check_below_1("adam_beta2")
         self._check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
         self._check(self.mixed_precision in PRECISIONS, "mixed_precision", "no, fp16 or bf16")
-        self._check(self.report_to in TRACKERS, "report_to", f"one of {', '.join(TRACKERS)}")
+        told = self.report_to
+        if isinstance(told, list | tuple) and all(isinstance(name, str) for name in told):
+            object.__setattr__(self, "report_to", ",".join(told))
+        named = _split(self.report_to) if isinstance(self.report_to, str) else []
+        known = bool(named) and set(named) <= set(TRACKERS) and len(set(named)) == len(named)
+        self._check(known and ("none" not in named or len(named) == 1), "report_to", "'none', or one or more of tensorboard, wandb")

@@ -3,6 +3,7 @@
 Imports torch, accelerate, run_config and errors.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +16,22 @@ from torch import nn
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_config import RunConfig
 
-__all__ = ["accelerator_for", "frozen", "tracked_values"]
+__all__ = ["accelerator_for", "frozen", "log_sheet", "tracked_values"]
 
 
 def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelerator:
     """An Accelerator with the config's precision and trackers, which write below `output`; `options` are Accelerator's own.
 
     Raises:
-        TinyEngramError: this machine does not have the precision.
+        TinyEngramError: this machine does not have the precision, or a tracker's package is not installed.
     """
+    for name in config.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise TinyEngramError(f"report_to {name!r} needs the package {name}, which is not installed; pip install {name}, or pass none")
     try:
         return Accelerator(
             mixed_precision=config.mixed_precision,
-            log_with=None if config.report_to == "none" else config.report_to,
+            log_with=list(config.trackers) or None,
             project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "logs")),
             **options,
         )
@@ -39,6 +43,15 @@ def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelera
 def tracked_values(config: RunConfig) -> dict[str, Any]:
     """Trackers take numbers, strings and bools only."""
     return {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.to_dict().items()}
+
+
+def log_sheet(accelerator: Accelerator, sheet: Any, step: int) -> None:
+    """Give a picture, uint8 `[h, w, 3]`, to the trackers, each in the way that it takes one."""
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.log_images({"validation": [sheet]}, step=step)
+        else:
+            tracker.log_images({"validation": sheet[None]}, step=step, dataformats="NHWC")
 
 
 @contextmanager

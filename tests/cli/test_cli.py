@@ -106,9 +106,16 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         learning_rate=0.5,
         gate_learning_rate=0.25,
         map_learning_rate=0.125,
+        optimizer="adamw",
+        adam_beta1=0.8,
         adam_beta2=0.5,
+        adam_epsilon=1e-6,
+        adam_weight_decay=0.01,
+        row_weight_decay=0.02,
         lr_scheduler="linear",
         lr_warmup_steps=5,
+        lr_num_cycles=2,
+        lr_power=1.5,
         max_grad_norm=2.0,
         mounts=("span", "value"),
         share="none",
@@ -122,6 +129,12 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         rho=0.75,
         context_rho=0.5,
         snr_gamma=None,
+        noise_offset=0.05,
+        timestep_sampling="mode",
+        logit_mean=0.5,
+        logit_std=0.75,
+        mode_scale=1.1,
+        timestep_shift=3.0,
         ema_decay=0.5,
         mixed_precision="bf16",
         seed=9,
@@ -130,6 +143,10 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         validation_seeds=(4, 5),
         validation_inference_steps=3,
         validation_guidance_scale=2.5,
+        validation_loss_steps=4,
+        validation_loss_samples=16,
+        validation_data_dir="held",
+        early_stop_patience=3,
         checkpointing_steps=8,
         checkpoints_total_limit=11,
         resume_from_checkpoint="latest",
@@ -144,7 +161,7 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         argv += [f"--{name}", *words]
     seen = []
 
-    def train(pipe, config):
+    def train(pipe, config, *, loaded):
         seen.append(config)
         return SimpleNamespace(path=folder / "0.png", steps=0, seconds=0.0)
 
@@ -212,7 +229,7 @@ def test_a_signal_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path, q
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and err.endswith("tiny-engram: stopped\n") and "go on with --resume_from_checkpoint latest" in err
     assert "Traceback" not in err
-    names = {p.name for p in out.iterdir()}
+    names = {p.name for p in out.iterdir()} - {"config.yaml", "metrics.jsonl"}
     assert all(re.fullmatch(r"checkpoint-\d+", name) for name in names), names
     last = max(int(name.removeprefix("checkpoint-")) for name in names)
     state = json.loads((out / f"checkpoint-{last}" / "state.json").read_text())
@@ -221,5 +238,6 @@ def test_a_signal_keeps_the_last_whole_step(run, saved_pipe, folder, tmp_path, q
     code, said, _ = run(
         "train", *options[4:], *quick, "--max_train_steps", last + 2, "--lr_scheduler", "constant", "--resume_from_checkpoint", "latest"
     )
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").open()] == list(range(1, last + 3))
     again = json.loads((out / f"checkpoint-{last + 2}" / "state.json").read_text())
     assert code == 0 and f"{last + 2} steps" in said and again["losses"][:last] == state["losses"]

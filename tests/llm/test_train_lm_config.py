@@ -46,7 +46,7 @@ NONSENSE = {
     "table_learning_rate": [0],
     "adam_beta2": [1, -0.1],
     "adam_weight_decay": [-0.1],
-    "lr_scheduler": ["polynomial"],
+    "lr_scheduler": ["exponential"],
     "lr_warmup_steps": [-1],
     "max_grad_norm": [0],
     "mixed_precision": ["fp8"],
@@ -56,7 +56,7 @@ NONSENSE = {
     "max_validation_samples": [0],
     "checkpointing_steps": [-1],
     "checkpoints_total_limit": [0],
-    "report_to": ["wandb"],
+    "report_to": ["mlflow"],
 }
 
 

@@ -20,7 +20,8 @@ def save(tmp_path, adapter):
     concept = adapter.new_concept("zqx")
 
     def write(step: int, limit: int | None = None, tensors=None):
-        return save_checkpoint(tmp_path, step, tensors or {"a": torch.arange(3.0)}, {**STATE, "step": step}, concept, limit=limit)
+        state = {**STATE, "step": step}
+        return save_checkpoint(tmp_path, step, tensors or {"a": torch.arange(3.0)}, state, concept, "trigger: zqx\n", limit=limit)
 
     return write
 
@@ -35,7 +36,7 @@ def test_round_trip_is_exact(save, tmp_path):
     loaded, state = load_checkpoint(path)
     assert state["losses"] == STATE["losses"] and state["step"] == 3
     assert set(loaded) == set(tensors) and all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in tensors.items())
-    assert names(tmp_path) == ["checkpoint-3"] and names(path) == ["concept.safetensors", "state.json", "state.safetensors"]
+    assert names(tmp_path) == ["checkpoint-3"] and names(path) == ["concept.safetensors", "config.yaml", "state.json", "state.safetensors"]
 
 
 def test_latest_is_the_highest_complete_one(save, tmp_path):

@@ -16,9 +16,11 @@ from tiny_engram.checkpoints import find_checkpoint, load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.quantization import quantize
-from tiny_engram.training import loop, train
+from tiny_engram.training import loop, run_files, train
 from tiny_engram.training.rows import ConceptRows
 
+# What every run that came to its end leaves beside its checkpoints.
+ENDED = ("README.md", "concept.safetensors", "config.yaml", "metrics.jsonl", "report.html")
 PROMPTS = ("a {trigger}", "the {trigger} by night")
 
 
@@ -172,7 +174,8 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
             patch.setattr(loop.Run, "follow", follow)
             teach(pipe, config(**validating))
     left = tree(tmp_path / "parts")
-    assert left == ["checkpoint-2", "validation"] and find_checkpoint(tmp_path / "parts", "latest") == tmp_path / "parts" / "checkpoint-2"
+    assert left == ["checkpoint-2", "config.yaml", "metrics.jsonl", "validation"]
+    assert find_checkpoint(tmp_path / "parts", "latest") == tmp_path / "parts" / "checkpoint-2"
     kept, rows = load_checkpoint(tmp_path / "parts" / "checkpoint-2"), Concept.load(tmp_path / "parts/checkpoint-2/concept.safetensors")
     assert kept[1]["step"] == len(kept[1]["losses"]) == rows.recipe["step"] == 2
     assert torch.equal(rows.mount_rows("clip_l").gain, kept[0]["average.gain"][0])
@@ -235,16 +238,16 @@ def test_an_interrupt_before_the_first_step_can_be_resumed(pipe, config, monkeyp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(loop, "denoising_loss", stop)
         teach(pipe, config())
-    assert tree(tmp_path / "out") == ["checkpoint-0"]
+    assert tree(tmp_path / "out") == ["checkpoint-0", "config.yaml", "metrics.jsonl"]
     assert teach(pipe, config(resume_from_checkpoint="latest")).losses == teach(pipe, config(output_dir=str(tmp_path / "b"))).losses
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(pipe, config, tmp_path, monkeypatch):
     """Written again, it would be away for a moment, in which a kill would lose the run: at a stop, at a resume, at the end."""
     whole = teach(pipe, config(output_dir=str(tmp_path / "whole")))
-    written, real = [], loop.save_checkpoint
+    written, real = [], run_files.save_checkpoint
     monkeypatch.setattr(
-        loop, "save_checkpoint", lambda output, step, *args, **options: written.append(step) or real(output, step, *args, **options)
+        run_files, "save_checkpoint", lambda output, step, *args, **options: written.append(step) or real(output, step, *args, **options)
     )
 
     def stop(*args):
@@ -302,7 +305,7 @@ def test_the_limit_holds_and_odd_folders_survive(pipe, config, tmp_path):
     for odd in ("checkpoint-abc", "checkpoint-7.old"):
         (tmp_path / "out" / odd).mkdir(parents=True)
     teach(pipe, config(checkpointing_steps=1, checkpoints_total_limit=2))
-    assert tree(tmp_path / "out") == ["checkpoint-3", "checkpoint-4", "checkpoint-7.old", "checkpoint-abc", "concept.safetensors"]
+    assert tree(tmp_path / "out") == sorted(["checkpoint-3", "checkpoint-4", "checkpoint-7.old", "checkpoint-abc", *ENDED])
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------------
@@ -393,6 +396,6 @@ def test_tensorboard_holds_losses_and_pictures(pipe, config, tmp_path):
 
 def test_no_tracker_no_logs(pipe, config, tmp_path, capfd):
     teach(pipe, config(report_to="none"))
-    assert tree(tmp_path / "out") == ["checkpoint-4", "concept.safetensors"] and "step/s" not in capfd.readouterr().err
+    assert tree(tmp_path / "out") == sorted(["checkpoint-4", *ENDED]) and "step/s" not in capfd.readouterr().err
     train(pipe, config(report_to="none"))
     assert "teaching: 100%" in capfd.readouterr().err

@@ -27,12 +27,12 @@ from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.llm.engram_layers import CONFIG_FILE
 from tiny_engram.llm.memory import memory_for
 from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
+from tiny_engram.together import on_main
 
 from .card import model_card
 from .config import LMTrainConfig
 from .gradients import coalesce, reduce_gradients
 from .run import Run, resume
-from .together import on_main
 from .validation import Measured, summed_loss, validate
 from .windows import Windows, end_token, places_of, tokenize
 

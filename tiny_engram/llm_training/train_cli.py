@@ -2,11 +2,11 @@
 
 import argparse
 import logging
-import os
 from pathlib import Path
 
 from tiny_engram.cli_fields import add_fields, given_fields
 from tiny_engram.files import check_writable
+from tiny_engram.launched import device_for, local_rank
 
 from .config import LMTrainConfig
 
@@ -80,13 +80,11 @@ def run_train_lm(args: argparse.Namespace) -> int:
 
     from .loop import train_lm
 
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = local_rank()
     if rank:
         logging.getLogger("tiny_engram").setLevel(logging.ERROR)  # one process speaks
     bars.disable_progress_bar()
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
-    device = args.device or ("cpu" if on_cpu else f"cuda:{rank}")
-    model, tokenizer = load_causal_lm(args.model or smollm_folder(), dtype=args.dtype, device=device)
+    model, tokenizer = load_causal_lm(args.model or smollm_folder(), dtype=args.dtype, device=device_for(args.device))
     try:
         result = train_lm(model, tokenizer, config)
     finally:

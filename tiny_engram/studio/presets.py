@@ -15,7 +15,7 @@ __all__ = ["DEFAULT_PRESET", "PRESETS", "Estimate", "Measured", "Preset", "check
 DEFAULT_PRESET = "balanced"
 
 # What a job may not be told: folders and files are the job's own, and so are the texts that it has beside these fields.
-_OWN = {"train_data_dir", "output_dir", "resume_from_checkpoint", "report_to", "skip_bad_pictures"}
+_OWN = {"train_data_dir", "output_dir", "resume_from_checkpoint", "report_to", "skip_bad_pictures", "validation_data_dir"}
 _OWN |= {"trigger", "aliases", "name", "class_word"}
 # Highest values: nobody may keep the one machine busy for a year, or ask for more memory than there is.
 BOUNDS = {
@@ -24,6 +24,7 @@ BOUNDS = {
     "gradient_accumulation_steps": 64,
     "collage_pictures": 32,
     "validation_inference_steps": 150,
+    "validation_loss_samples": 256,
     "resolution": 2048,
     "attention_rank": 16,
     "feedforward_rank": 16,
@@ -32,7 +33,7 @@ BOUNDS = {
     "seed": 2**32 - 1,
     "validation_guidance_scale": 30,
 }
-_OR_NONE = {"resolution", "rho", "context_rho", "snr_gamma", "checkpoints_total_limit"}
+_OR_NONE = {"resolution", "rho", "context_rho", "snr_gamma", "checkpoints_total_limit", "timestep_shift", "early_stop_patience"}
 MOST_ITEMS, MOST_ITEM = 64, 200
 
 # Of one sample in one step, and of one denoising step of one picture with guidance, as a share of it: the embedded base on one core.
@@ -112,7 +113,8 @@ def check_fields(fields: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list | tuple) and (len(value) > MOST_ITEMS or any(len(str(item)) > MOST_ITEM for item in value)):
             raise StudioError(f"{name} has too much in it, expected at most {MOST_ITEMS} entries of {MOST_ITEM} characters; shorten it")
     # browsers send whole numbers as floats, and lists where the config has tuples
-    whole = {k for k, v in known.items() if isinstance(v, int) and not isinstance(v, bool)} | {"resolution", "checkpoints_total_limit"}
+    whole = {k for k, v in known.items() if isinstance(v, int) and not isinstance(v, bool)}
+    whole |= {"resolution", "checkpoints_total_limit", "early_stop_patience"}
     taken: dict[str, Any] = {k: int(v) if k in whole and isinstance(v, float) and v.is_integer() else v for k, v in fields.items()}
     taken = {k: tuple(v) if isinstance(v, list) else v for k, v in taken.items()}
     for prompt in taken.get("validation_prompts", ()):

@@ -8,8 +8,11 @@ from tiny_engram.errors import ConfigError
 from tiny_engram.mount_names import GROUPS
 from tiny_engram.run_config import RunConfig, is_number
 
-__all__ = ["COMPANIONS", "TrainConfig"]
+__all__ = ["COMPANIONS", "OPTIMIZERS", "SAMPLINGS", "TrainConfig"]
 
+OPTIMIZERS = ("adam", "adamw", "adamw8bit", "prodigy")
+# Which timesteps are taught how often; the two in the middle are those of Stable Diffusion 3 (arXiv 2403.03206).
+SAMPLINGS = ("uniform", "logit_normal", "mode")
 MOST_COLLAGES = 7
 # Things of everyday pictures, unlike one another, which the embedded base was trained on and no prompt of the demo asks for.
 COMPANIONS = (
@@ -26,14 +29,18 @@ class TrainConfig(RunConfig):
     Attributes:
         train_data_dir: folder of pictures; captions from metadata.jsonl, .txt files beside them, or `caption_template`.
         trigger, aliases, name: the phrase that calls the concept, further spellings, the name it goes by (default: the trigger).
-        output_dir: gets concept.safetensors, logs/, validation/ and checkpoint-N/.
+        output_dir: gets concept.safetensors, report.html, README.md, metrics.jsonl, config.yaml, best/, logs/, validation/, checkpoint-N/.
         caption_template: one or more templates with `{trigger}`; used for pictures that have no caption.
         caption_dropout: share of samples whose caption is cut down to the trigger alone. It teaches the bare prompt, and the
             pictures' style and background with it: what the caption does not say, the rows must.
         skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
         resolution: side of the square pictures are cropped to; None takes the base's own.
-        learning_rate: Adam's rate for rows; gates take `gate_learning_rate`, maps `map_learning_rate`. No weight decay on any.
-        adam_beta2: how slowly Adam forgets the squares of gradients; its beta1 is 0.9.
+        learning_rate: of the rows; gates take `gate_learning_rate`, maps `map_learning_rate`.
+        optimizer: "adam"; "adamw", with weight decay beside the gradients; "adamw8bit", the same with its state in bytes (needs
+            bitsandbytes); "prodigy", which finds its rate itself (needs prodigyopt): `learning_rate` is then a factor of that, 1 as a rule,
+            and the one of gates and maps too.
+        adam_beta1, adam_beta2, adam_epsilon: of all of them. adam_weight_decay: of the maps, row_weight_decay: of the rows.
+        lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial".
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
             that), or single mounts such as "context.0.key". Rows at "deep" and "pooled" can be served, and not taught.
@@ -49,10 +56,17 @@ class TrainConfig(RunConfig):
         collage_pictures: things drawn for each taught picture; each is laid on either side of it.
         rho: bound of the residual as a share of the span's mean norm; None keeps ConceptConfig's. `context_rho`: that of the context
             mounts; None takes `rho`.
-        snr_gamma: min-SNR weight of the loss; None weighs all timesteps alike.
+        snr_gamma: min-SNR weight of the loss; None weighs all timesteps alike, and so does flow matching.
+        noise_offset: how much noise that is one value for a whole channel is added to the noise.
+        timestep_sampling: "uniform"; "logit_normal", by `logit_mean` and `logit_std`; "mode", by `mode_scale`.
+        timestep_shift: s moves a share t of the timesteps to s t / (1 + (s - 1) t); None is the scheduler's own for flow matching, else 1.
         ema_decay: of the rows that are validated and saved; 0 saves the last ones.
         validation_prompts: with `{trigger}`; drawn every `validation_steps` steps from fixed seeds. 0 steps: never. The companions
             of collages are drawn with the same `validation_inference_steps` and `validation_guidance_scale`.
+        validation_loss_steps: the loss is measured every so many steps, with the averaged values, on the same `validation_loss_samples`
+            draws each time: of the pictures in `validation_data_dir`, or of those that are taught. 0: never. The concept with the lowest
+            one is kept in best/.
+        early_stop_patience: the run ends after so many measurements in a row that were no new best; None: never.
         checkpointing_steps: 0 writes one at the end only. checkpoints_total_limit: oldest are deleted beyond it; None keeps all.
         resume_from_checkpoint: a checkpoint folder, or "latest".
     """
@@ -72,9 +86,16 @@ class TrainConfig(RunConfig):
     learning_rate: float = 1.4e-2
     gate_learning_rate: float = 1.4e-2
     map_learning_rate: float = 5.6e-3
+    optimizer: str = "adam"
+    adam_beta1: float = 0.9
     adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    adam_weight_decay: float = 0.0
+    row_weight_decay: float = 0.0
     lr_scheduler: str = "constant"
     lr_warmup_steps: int = 0
+    lr_num_cycles: int = 1
+    lr_power: float = 1.0
     max_grad_norm: float = 1.0
     mounts: tuple[str, ...] = ("input", "value")
     share: str = "block"
@@ -88,6 +109,12 @@ class TrainConfig(RunConfig):
     rho: float | None = None
     context_rho: float | None = None
     snr_gamma: float | None = 5.0
+    noise_offset: float = 0.0
+    timestep_sampling: str = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    mode_scale: float = 1.29
+    timestep_shift: float | None = None
     ema_decay: float = 0.98
     mixed_precision: str = "no"
     seed: int = 0
@@ -96,6 +123,10 @@ class TrainConfig(RunConfig):
     validation_seeds: tuple[int, ...] = (0,)
     validation_inference_steps: int = 25
     validation_guidance_scale: float = 4.0
+    validation_loss_steps: int = 0
+    validation_loss_samples: int = 32
+    validation_data_dir: str | None = None
+    early_stop_patience: int | None = None
     checkpointing_steps: int = 0
     checkpoints_total_limit: int | None = None
     resume_from_checkpoint: str | None = None
@@ -107,6 +138,8 @@ class TrainConfig(RunConfig):
         self._check_whole(0, "attention_rank", "feedforward_rank")
         self._check_above_0("gate_learning_rate", "map_learning_rate")
         self._check_below_1("ema_decay")
+        self._check_optimization()
+        self._check_validation_loss()
         self._check_above_0(*(name for name in ("rho", "context_rho", "snr_gamma") if getattr(self, name) is not None))
         check = self._check
         check(is_number(self.caption_dropout) and 0 <= self.caption_dropout <= 1, "caption_dropout", "a share from 0 to 1")
@@ -137,6 +170,29 @@ class TrainConfig(RunConfig):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:
                     raise ConfigError(f"{field} {text!r} does not hold the trigger; write {{trigger}} where it belongs")
+
+    def _check_optimization(self) -> None:
+        check = self._check
+        check(self.optimizer in OPTIMIZERS, "optimizer", f"one of {', '.join(OPTIMIZERS)}")
+        self._check_whole(1, "lr_num_cycles")
+        self._check_below_1("adam_beta1")
+        self._check_above_0("adam_epsilon", "lr_power", "logit_std", *(["timestep_shift"] if self.timestep_shift is not None else []))
+        for field in ("adam_weight_decay", "row_weight_decay", "noise_offset"):
+            check(is_number(getattr(self, field)) and getattr(self, field) >= 0, field, "a number from 0")
+        for field in ("adam_weight_decay", "row_weight_decay"):
+            check(self.optimizer != "adam" or getattr(self, field) == 0, field, "0 with the optimizer adam; pass --optimizer adamw")
+        check(self.optimizer != "prodigy" or self.learning_rate >= 0.1, "learning_rate", "a factor of the rate that prodigy finds; pass 1")
+        check(self.timestep_sampling in SAMPLINGS, "timestep_sampling", f"one of {', '.join(SAMPLINGS)}")
+        check(is_number(self.logit_mean), "logit_mean", "a number")
+        # beyond these the shares would not rise any more
+        check(is_number(self.mode_scale) and -1 <= self.mode_scale <= 1.75, "mode_scale", "a number from -1 to 1.75")
+
+    def _check_validation_loss(self) -> None:
+        self._check_whole(0, "validation_loss_steps")
+        self._check_whole(1, "validation_loss_samples", *(["early_stop_patience"] if self.early_stop_patience is not None else []))
+        for field in ("early_stop_patience", "validation_data_dir"):
+            given = getattr(self, field) is not None
+            self._check(not given or self.validation_loss_steps > 0, field, "None without validation_loss_steps, which measures the loss")
 
     def _check_companions(self) -> None:
         for name in self.companions if self.companions != COMPANIONS else ():

@@ -6,9 +6,9 @@ ever sees them. May import everything in tiny_engram but pipelines and cli.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,24 @@ from tiny_engram.concept import Concept
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
+from tiny_engram.interrupts import interrupts_held
 from tiny_engram.maps import GivenMaps
-from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
+from tiny_engram.run_setup import accelerator_for, frozen, log_sheet, tracked_values
 from tiny_engram.stream_contexts import GivenRows
+from tiny_engram.together import lost_process, mean_of_all, on_main, told_by_main
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
-from tiny_engram.training.checkpoint import save_checkpoint
 from tiny_engram.training.class_word import start_at_word
 from tiny_engram.training.collages import draw_collages
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, scan_folder
+from tiny_engram.training.metrics import step_metrics
+from tiny_engram.training.optimizers import make_optimizer
 from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.run import Run, resume
+from tiny_engram.training.run_files import VALIDATION, RunFiles
 from tiny_engram.training.validation import Validator, native_size, thumbnail_of
+from tiny_engram.training.validation_loss import ValidationLoss
 
 __all__ = ["TrainResult", "denoising_loss", "train"]
 
@@ -112,10 +117,10 @@ def denoising_loss(
         for drawn, picture in zip(draws, pictures, strict=True)
     ]
     device, dtype = data.means.device, getattr(pipe, data.family.denoiser).dtype
-    steps = pipe.scheduler.config.num_train_timesteps
-    at_step = [int(drawn.timestep * steps) for drawn in draws]
-    timesteps = torch.tensor(at_step, device=device)
-    noise = torch.stack([objective.noise_for(drawn, (2, *data.means.shape[1:])) for drawn in draws]).to(device)
+    timesteps = objective.timesteps_for(pipe.scheduler, [drawn.timestep for drawn in draws], config)
+    at_step = [int(timestep) for timestep in timesteps.tolist()]
+    timesteps = timesteps.to(device)
+    noise = torch.stack([objective.noise_for(drawn, (2, *data.means.shape[1:]), config.noise_offset) for drawn in draws]).to(device)
     latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
     captions = data.captions.batch(picks)
@@ -144,11 +149,19 @@ def _alone(adapter: Any):
             adapter.set_strength(name, strength)
 
 
-def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Callable[[int, float], None] | None = None) -> TrainResult:
+def train(
+    pipe: Any,
+    config: TrainConfig,
+    *,
+    progress: bool = True,
+    on_step: Callable[[int, float], None] | None = None,
+    loaded: Mapping[str, str | None] | None = None,
+) -> TrainResult:
     """Teach one concept and write it to `config.concept_path`.
 
     Args:
         pipe: a pipeline that `attach` knows; its own adapter is used if it has one. Nothing of it is changed.
+        loaded: what the pipeline was loaded with (model, dtype, device), for config.yaml; options of `tiny-engram train`.
         on_step: called after each optimiser step with (steps done, loss). KeyboardInterrupt raised by it stops the run there.
 
     Raises:
@@ -172,7 +185,7 @@ def train(pipe: Any, config: TrainConfig, *, progress: bool = True, on_step: Cal
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
         with still, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
-            return _train(pipe, adapter, config, progress, on_step)
+            return _train(pipe, adapter, config, progress, on_step, loaded or {})
     finally:
         if not borrowed:
             adapter.detach()
@@ -204,7 +217,14 @@ def _keep_others(config: TrainConfig) -> None:
             raise TinyEngramError(f"{what}; choose another output_dir, or move that file away")
 
 
-def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step: Callable[[int, float], None] | None) -> TrainResult:
+def _train(
+    pipe: Any,
+    adapter: Any,
+    config: TrainConfig,
+    progress: bool,
+    on_step: Callable[[int, float], None] | None,
+    loaded: Mapping[str, str | None],
+) -> TrainResult:
     (role,) = adapter.mounts
     start = _start(adapter, config)
     for warning in dict.fromkeys(w for made in adapter.compile(config.trigger, config.aliases).values() for w in made.warnings):
@@ -228,23 +248,16 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
                 output,
                 others[-1][1].name,
             )
-    tracking = config.report_to != "none"
     accelerator = accelerator_for(config, output, gradient_accumulation_steps=config.gradient_accumulation_steps)
     module = _module(adapter, start, role, config)
     shown = progress and accelerator.is_local_main_process
-    groups: list[dict[str, Any]] = [
-        {"params": [module.rows], "lr": config.learning_rate},
-        {"params": [module.gain, module.bias], "lr": config.gate_learning_rate},
-    ]
-    if module.maps is not None:
-        groups.append({"params": [module.maps], "lr": config.map_learning_rate})
-    optimizer = torch.optim.Adam(groups, betas=(0.9, config.adam_beta2))
+    optimizer = make_optimizer(module, config)
     base_rates = [group["lr"] for group in optimizer.param_groups]
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
     run = Run(module, optimizer.optimizer, accelerator.scaler)
     contexts = adapter.contexts[role]
-    validator = Validator(adapter, config, output / "validation")
+    validator = Validator(adapter, config, output / VALIDATION)
     written: int | None = None
     if folder is not None:
         resume(run, folder, config)
@@ -253,75 +266,97 @@ def _train(pipe: Any, adapter: Any, config: TrainConfig, progress: bool, on_step
     started = time.perf_counter()
     # after all that can be refused at once: it may draw for a minute
     data = _prepare(pipe, adapter, start, config, examples, shown)
-    if accelerator.is_main_process and tracking:
+    measure = _measure(pipe, adapter, start, config, contexts, data) if config.validation_loss_steps else None
+    files = RunFiles(run, config, start, role, len(examples), loaded, written)
+    on_main(accelerator, files.begin)
+    if accelerator.is_main_process and config.trackers:
         accelerator.init_trackers("tiny-engram", config=tracked_values(config))
-
-    def recipe() -> dict[str, Any]:
-        kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed", "collages"]
-        kept += ["map_learning_rate"] if module.maps is not None else []
-        kept += ["class_word"] if config.class_word is not None else []
-        return {"mounts": list(config.mounts), "step": run.step, "pictures": len(examples)} | {k: getattr(config, k) for k in kept}
-
-    def checkpoint() -> None:
-        nonlocal written
-        # One that is there holds the same: writing it again would take it away for a moment, and a kill in it would lose the run.
-        if accelerator.is_main_process and run.step != written:
-            tensors, state = run.whole
-            made = run.concept(start, role, recipe())
-            save_checkpoint(output, run.step, tensors, state | {"config": config.to_dict()}, made, limit=config.checkpoints_total_limit)
-            written = run.step
 
     bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)
     processes, rank = accelerator.num_processes, accelerator.process_index
     share = config.train_batch_size
-    samples = share * processes * config.gradient_accumulation_steps
+    samples, begun_at = share * processes * config.gradient_accumulation_steps, run.step
+    first_step = time.perf_counter()
     try:
-        while run.step < config.max_train_steps:
+        while run.step < config.max_train_steps and not run.settled(config.early_stop_patience):
             for group, rate in zip(run.optimizer.param_groups, base_rates, strict=True):
                 group["lr"] = rate * config.rate(run.step)
-            total = 0.0
+            total, norm = 0.0, None
             for part in range(config.gradient_accumulation_steps):
                 first = (part * processes + rank) * share
                 draws = [objective.draw(config.seed, run.step, first + i, samples, others=config.collages) for i in range(share)]
                 with accelerator.accumulate(wrapped):
                     with accelerator.autocast():
-                        loss = denoising_loss(pipe, wrapped, contexts, data, draws, config)
+                        loss = denoising_loss(pipe, wrapped, contexts, data, draws, config) + module.nothing()
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+                        norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
                     optimizer.step()
                     optimizer.zero_grad()
-                total += loss.item() / config.gradient_accumulation_steps
+                total += mean_of_all(accelerator, loss) / config.gradient_accumulation_steps
             run.follow(config.ema_decay)
-            run.step, run.losses = run.step + 1, (*run.losses, total)
+            run.step, run.losses, run.norms = run.step + 1, (*run.losses, total), (*run.norms, None if norm is None else float(norm))
+            best = False
+            if measure is not None and run.step % config.validation_loss_steps == 0:
+                with accelerator.autocast():
+                    measured = measure(run)
+                best = run.measure(told_by_main(accelerator, measured))
             run.keep()
             recent = run.losses[-25:]
             bar.update()
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", refresh=False)
-            if tracking:
-                accelerator.log({"loss": total, "lr": run.optimizer.param_groups[0]["lr"]}, step=run.step)
+            if accelerator.is_main_process:
+                files.step_done()
+                if best:
+                    files.keep_best()
+            if config.trackers:
+                accelerator.log(step_metrics(run, config, run.step), step=run.step)
             if config.checkpointing_steps and run.step % config.checkpointing_steps == 0 and run.step < config.max_train_steps:
-                checkpoint()
+                on_main(accelerator, files.checkpoint)
             if config.validation_steps and run.step % config.validation_steps == 0 and accelerator.is_main_process:
-                sheet = validator.draw(run.concept(start, role, recipe()), run.step)
-                if tracking and sheet is not None:
-                    for tracker in accelerator.trackers:
-                        tracker.log_images({"validation": sheet[None]}, step=run.step, dataformats="NHWC")
+                sheet = validator.draw(files.concept(), run.step)
+                if sheet is not None:
+                    log_sheet(accelerator, sheet, run.step)
             if on_step is not None:
                 on_step(run.step, total)
     except KeyboardInterrupt:
         bar.close()
-        run.back()
-        checkpoint()
-        logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", run.step)
+        with interrupts_held():  # a second one shall not spoil what is written
+            run.back()
+            if accelerator.is_main_process:
+                files.stopped()
+                logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", run.step)
         raise
+    except RuntimeError as error:
+        if not lost_process(accelerator, error):
+            raise
+        bar.close()
+        run.back()
+        if accelerator.is_main_process:
+            files.stopped()
+        raise TinyEngramError(
+            f"another process of this run has ended ({' '.join(str(error).split())[:120]}); the run stands at step {run.step}: go on with "
+            "--resume_from_checkpoint latest"
+        ) from error
     finally:
         bar.close()
-        if tracking:
+        files.close()
+        if config.trackers:
             accelerator.end_training()
-    checkpoint()
-    seconds = time.perf_counter() - started
-    made = run.concept(start, role, recipe()).with_details(thumbnail=thumbnail_of(examples[0]))
-    if accelerator.is_main_process:
-        made.save(config.concept_path)
+    if run.step < config.max_train_steps and run.lowest is not None:
+        said = "stopped at step %d: the last %d validation losses were no new best; best/ holds step %d (%.4f)"
+        logger.info(said, run.step, config.early_stop_patience, *run.lowest)
+    seconds, teaching = time.perf_counter() - started, time.perf_counter() - first_step
+    made = files.concept().with_details(thumbnail=thumbnail_of(examples[0]))
+    on_main(accelerator, lambda: files.finish(adapter, made, (seconds, teaching), run.step - begun_at))
     return TrainResult(made, config.concept_path, run.step, seconds, run.losses, scan.skipped)
+
+
+def _measure(pipe: Any, adapter: Any, start: Concept, config: TrainConfig, contexts: ContextMounts, data: _Data) -> ValidationLoss:
+    """On pictures of their own folder, or those that are taught; collages are none of them."""
+    held = replace(data, collages=0, choices=data.choices[: len(data.choices) - data.collages])
+    if config.validation_data_dir is not None:
+        spellings = (start.trigger, *start.aliases)
+        others = scan_folder(config.validation_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+        held = _prepare(pipe, adapter, start, replace(config, collages=0), others.examples)
+    return ValidationLoss(lambda module, draws: denoising_loss(pipe, module, contexts, held, draws, config), config)

@@ -1,18 +1,22 @@
-"""The denoising loss, with every random choice keyed by (seed, step, sample). Imports torch and errors only.
+"""The denoising loss, with every random choice keyed by (seed, step, sample). Imports torch, config and errors only.
 
 Keys instead of generator state: a resumed run, a run on another number of processes and a run with validation in it
 draw the same pictures, captions, timesteps and noise.
 """
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
 
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.training.config import TrainConfig
 
-__all__ = ["EVERY", "Draw", "add_noise", "draw", "loss_weights", "noise_for", "other_picture", "target_of"]
+__all__ = ["EVERY", "Draw", "add_noise", "draw", "loss_weights", "noise_for", "other_picture", "target_of", "timesteps_for"]
 
 _BELOW_ONE = 1 - 2.0**-53
 # Samples in a row of which a number may show other pictures than the taught ones.
@@ -57,13 +61,59 @@ def other_picture(step: int, sample: int, samples: int, others: int) -> int | No
     return at.index(place) if place in at else None
 
 
-def noise_for(drawn: Draw, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal noise, float32, drawn on the CPU so that every device gets the same."""
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(drawn.noise_seed))
+def noise_for(drawn: Draw, shape: tuple[int, ...], offset: float = 0.0) -> torch.Tensor:
+    """Standard normal noise, float32 `[2, channels, h, w]`, drawn on the CPU so that every device gets the same: what is added to the
+    picture's latents, with `offset` times a normal value for each whole channel on it, and what the latents are drawn with."""
+    noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(drawn.noise_seed))
+    if offset:
+        # numbers of their own: with an offset the noise under it stays the same
+        whole = torch.randn((shape[1], 1, 1), generator=torch.Generator("cpu").manual_seed(drawn.noise_seed ^ 1 << 62))
+        noise[0] += offset * whole
+    return noise
+
+
+def _share(u: float, config: TrainConfig) -> float:
+    """The share of the schedule that lies below the timesteps of a share `u` of the samples: rising, from 0 to below 1."""
+    if config.timestep_sampling == "logit_normal":
+        normal = NormalDist(config.logit_mean, config.logit_std).inv_cdf(max(u, 1e-12))
+        u = 1 / (1 + math.exp(-normal)) if normal > -700 else 0.0
+    elif config.timestep_sampling == "mode":
+        u -= config.mode_scale * (math.sin(math.pi * u / 2) ** 2 - u)
+    return u
+
+
+def flow_matching(scheduler: Any) -> bool:
+    """Does the scheduler lead from noise to pictures in straight lines, its denoiser told along which?"""
+    return type(scheduler).__name__.startswith("FlowMatch") or scheduler.config.get("prediction_type") == "flow_prediction"
+
+
+def timesteps_for(scheduler: Any, shares: Sequence[float], config: TrainConfig) -> torch.Tensor:
+    """The timesteps `[B]`, on the CPU, of shares in [0, 1) of the samples: int64, or float32 where the scheduler is of flow matching.
+
+    Raises:
+        TinyEngramError: the shift of a flow depends on the picture's size, and none was given.
+    """
+    flow, steps, shift = flow_matching(scheduler), scheduler.config.num_train_timesteps, config.timestep_shift
+    if shift is None and flow:
+        if scheduler.config.get("use_dynamic_shifting"):
+            raise TinyEngramError("timestep_shift is None, and the scheduler's own depends on the picture's size; pass --timestep_shift 3")
+        shift = scheduler.config.get("shift") or scheduler.config.get("flow_shift")
+    found = [_share(u, config) for u in shares]
+    if flow:
+        # the scheduler's own grid, which begins above 0: without noise there is nothing to learn
+        found = [(min(int(t * steps), steps - 1) + 1) / steps for t in found]
+    if shift is not None:
+        found = [shift * t / (1 + (shift - 1) * t) for t in found]
+    if flow:
+        return torch.tensor(found, dtype=torch.float32) * steps
+    return torch.tensor([min(int(t * steps), steps - 1) for t in found])
 
 
 def signal_noise(scheduler: Any, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors of picture and noise at each timestep: float32 `[B, 1, 1, 1]` each."""
+    if flow_matching(scheduler):
+        level = (timesteps.float() / scheduler.config.num_train_timesteps).view(-1, 1, 1, 1)
+        return 1 - level, level
     alphas = scheduler.alphas_cumprod.to(timesteps.device, torch.float32)[timesteps]
     return alphas.sqrt().view(-1, 1, 1, 1), (1 - alphas).sqrt().view(-1, 1, 1, 1)
 
@@ -76,6 +126,8 @@ def add_noise(scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timest
 
 def target_of(scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
     """What the denoiser should say, by the scheduler's prediction type."""
+    if flow_matching(scheduler):
+        return noise - latents
     kind = scheduler.config.prediction_type
     if kind == "epsilon":
         return noise
@@ -84,16 +136,17 @@ def target_of(scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timest
     if kind == "v_prediction":
         signal, level = signal_noise(scheduler, timesteps)
         return signal * noise - level * latents
-    raise TinyEngramError(f"prediction_type {kind!r} of the scheduler, expected epsilon, sample or v_prediction")
+    raise TinyEngramError(f"prediction_type {kind!r} of the scheduler, expected epsilon, sample, v_prediction or flow_prediction")
 
 
 def loss_weights(scheduler: Any, timesteps: torch.Tensor, gamma: float | None) -> torch.Tensor:
     """Min-SNR weights `[B]` (Hang et al. 2023, arXiv 2303.09556).
 
     For v-prediction in the soft form min(1, (gamma + 1) / (snr + 1)), which does not vanish where the SNR does: the
-    layout of a picture is decided there. Sample prediction takes min(gamma, snr), epsilon min(1, gamma / snr).
+    layout of a picture is decided there. Sample prediction takes min(gamma, snr), epsilon min(1, gamma / snr). Flow matching weighs
+    all alike, as its own papers do: which timesteps it draws is what weighs them.
     """
-    if gamma is None:
+    if gamma is None or flow_matching(scheduler):
         return torch.ones(len(timesteps), device=timesteps.device)
     alphas = scheduler.alphas_cumprod.to(timesteps.device, torch.float32)[timesteps]
     snr = alphas / (1 - alphas).clamp(min=1e-12)

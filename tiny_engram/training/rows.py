@@ -154,6 +154,11 @@ class ConceptRows(nn.Module):
                 found |= dict.fromkeys(shared.places, RowsAtPlace(kept, *split))
         return GivenRows(found, self._layout, [states.shape[1]] * len(states))
 
+    def nothing(self) -> torch.Tensor:
+        """Zero, of which every parameter's gradient is zero. Added to a loss, none is without a gradient: samples may read no row at all,
+        where rows are those of one band alone, and another process would wait for a gradient for ever."""
+        return 0.0 * torch.stack([p.sum() for p in self.parameters()]).sum()
+
     def factors(self, blocks: torch.Tensor) -> Factors:
         """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`."""
         sizes = [rank * channels // BLOCK for rank, channels in self.shapes.values() for _ in range(2)]

@@ -4,6 +4,7 @@ May import torch, checkpoints, concept and the parts of training below the loop.
 """
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import GROUPS
 from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.optimizers import restore_numbers, told_numbers
 from tiny_engram.training.rows import ConceptRows
 
 __all__ = ["Run", "resume"]
@@ -21,11 +23,15 @@ __all__ = ["Run", "resume"]
 logger = logging.getLogger(__name__)
 
 # Of fields that checkpoints of earlier versions lack: what they were made with.
-OLD_DEFAULTS = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0}
+OLD_DEFAULTS = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_rank": 0, "optimizer": "adam"}
 # Those that may change on the way; that they did is said.
 _TOLD = ("max_train_steps", "learning_rate", "gate_learning_rate", "map_learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta2")
 _TOLD += ("max_grad_norm", "train_batch_size", "gradient_accumulation_steps", "mixed_precision", "seed", "resolution", "caption_dropout")
-_TOLD += ("collages", "snr_gamma", "ema_decay")
+_TOLD += ("collages", "snr_gamma", "ema_decay", "adam_beta1", "adam_epsilon", "adam_weight_decay", "row_weight_decay", "lr_num_cycles")
+_TOLD += ("lr_power", "noise_offset", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_shift")
+_TOLD += ("validation_loss_steps", "validation_loss_samples", "validation_data_dir")
+# Of the optimiser's groups what the config says, and not what was learnt on the way.
+_SETTINGS = {"lr", "initial_lr", "weight_decay", "eps"}
 
 
 class Run:
@@ -33,7 +39,9 @@ class Run:
 
     Attributes:
         average: moving average (EMA) of each parameter, by its name; what is validated and saved.
-        step: optimiser steps done. losses: one float for each of them.
+        step: optimiser steps done. losses: one float for each of them; norms: of their gradients before they were cut, None where unknown.
+        measured: (step, validation loss) of each measurement so far.
+        best: the averages at the lowest of these, as `average`; empty before the first.
         whole: (tensors, state) as `keep` found them after the last whole step; what a checkpoint holds.
     """
 
@@ -42,6 +50,9 @@ class Run:
         self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
         self.step = 0
         self.losses: tuple[float, ...] = ()
+        self.norms: tuple[float | None, ...] = ()
+        self.measured: tuple[tuple[int, float], ...] = ()
+        self.best: dict[str, torch.Tensor] = {}
         self.keep()
 
     def follow(self, decay: float) -> None:
@@ -50,22 +61,47 @@ class Run:
         for name, p in self.module.named_parameters():
             self.average[name].lerp_(p.detach(), 1 - decay)
 
+    def measure(self, loss: float) -> bool:
+        """Note a validation loss of this step; is it the lowest so far?"""
+        lowest = self.lowest
+        self.measured = (*self.measured, (self.step, loss))
+        if math.isfinite(loss) and (lowest is None or loss < lowest[1]):
+            self.best = {name: value.clone() for name, value in self.average.items()}
+            return True
+        return False
+
+    @property
+    def lowest(self) -> tuple[int, float] | None:
+        """(step, validation loss) of the best measurement, the first of equal ones; None before there is one that is a number."""
+        return min((each for each in self.measured if math.isfinite(each[1])), key=lambda each: each[1], default=None)
+
+    def settled(self, patience: int | None) -> bool:
+        """Were the last `patience` measurements no new best?"""
+        if patience is None or not self.measured:
+            return False
+        lowest = self.lowest
+        return sum(1 for step, _ in self.measured if lowest is None or step > lowest[0]) >= patience
+
     def keep(self) -> None:
         """Remember the present state as that of the last whole step."""
         tensors = {k: v.detach().clone() for k, v in self.tensors().items()}
-        self.whole = (tensors, {"step": self.step, "losses": self.losses, "scaler": self.scaler.state_dict() if self.scaler else {}})
+        state = {"step": self.step, "losses": self.losses, "norms": self.norms, "measured": self.measured}
+        state |= {"optimizer": told_numbers(self.module, self.optimizer), "scaler": self.scaler.state_dict() if self.scaler else {}}
+        self.whole: tuple[dict[str, torch.Tensor], dict[str, Any]] = (tensors, state)
 
     def back(self) -> None:
         """Return to the last whole step: an interrupt may fall between two lines that belong together."""
         self.restore(*self.whole)
 
-    def concept(self, start: Concept, role: str, recipe: dict[str, Any]) -> Concept:
-        """The averaged values, quantised: what is validated and what is saved."""
-        return self.module.concept(start, role, self.average).with_details(recipe=recipe)
+    def concept(self, start: Concept, role: str, recipe: dict[str, Any], values: dict[str, torch.Tensor] | None = None) -> Concept:
+        """The averaged values, quantised: what is validated and what is saved; or others, such as `best`."""
+        return self.module.concept(start, role, self.average if values is None else values).with_details(recipe=recipe)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Of each parameter "master.{name}", "average.{name}" and "optimizer.{name}.{moment}"; not copies."""
+        """Of each parameter "master.{name}", "average.{name}", "optimizer.{name}.{moment}", and "best.{name}" where there is a best;
+        not copies."""
         tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
+        tensors |= {f"best.{k}": v for k, v in self.best.items()}
         for name, p in self.module.named_parameters():
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         return tensors
@@ -87,7 +123,13 @@ class Run:
                 self.optimizer.state[p] = {k: v.clone() if k == "step" else v.to(p.device) for k, v in moments.items()}
         if self.scaler and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
+        if "optimizer" in state:
+            restore_numbers(self.module, self.optimizer, state["optimizer"], _SETTINGS)
         self.step, self.losses = state["step"], tuple(state["losses"])
+        # earlier versions kept neither
+        self.norms = tuple(state.get("norms", [None] * self.step))
+        self.measured = tuple((step, loss) for step, loss in state.get("measured", ()))
+        self.best = {name: tensors[f"best.{name}"].to(p.device).clone() for name, p in self.average.items() if f"best.{name}" in tensors}
         self.keep()
 
 
