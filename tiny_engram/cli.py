@@ -1,4 +1,5 @@
-"""The command line: `tiny-engram app | train | generate | explain | inspect | list | push | demo | table | facts | train-lm | demo-llm`.
+"""The command line: `tiny-engram app | scan | train | generate | explain | inspect | list | push | demo | table | facts | train-lm |
+demo-llm`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -22,7 +23,9 @@ from tiny_engram.generate_cli import add_generate_options, run_generate
 from tiny_engram.interrupts import Terminated, terminable
 from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
+from tiny_engram.preservation import refuse_preservation
 from tiny_engram.push_cli import add_push_options, run_push
+from tiny_engram.scan_cli import DATA_HELP, add_scan_options, run_scan
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
@@ -31,7 +34,7 @@ from tiny_engram.training.config import TrainConfig
 __all__ = ["main"]
 
 TRAIN_HELP = {
-    "train_data_dir": "folder of pictures; captions from metadata.jsonl or .txt files, with {trigger} where the subject is named",
+    "train_data_dir": "folder of pictures; captions from metadata.jsonl, .csv or .txt files, with {trigger} where the subject is named",
     "trigger": "the phrase that calls the concept",
     "aliases": "further spellings that call it too",
     "name": "the name it goes by (default: the trigger)",
@@ -119,7 +122,10 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="teach a concept from a folder of pictures")
     _add_model(train)
-    add_fields(train, TrainConfig, TRAIN_HELP)
+    add_fields(train, TrainConfig, TRAIN_HELP | DATA_HELP)
+    refuse_preservation(train)
+
+    add_scan_options(verbs.add_parser("scan", help="look at a folder of pictures and captions as train would, and say what is in it"))
 
     generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
     _add_model(generate)
@@ -188,10 +194,9 @@ def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
 def _train(args: argparse.Namespace) -> int:
     config = TrainConfig(**given_fields(args, TrainConfig))
     # folders are looked at before anything heavy is imported or loaded: a wrong path should not cost a minute
-    from tiny_engram.training.data import scan_folder
+    from tiny_engram.training.data import scan_for
 
-    spellings = (config.trigger, *config.aliases)
-    scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+    scan_for(config)
     check_writable(Path(config.output_dir))
     from tiny_engram.pipelines.loaders import load_pipeline
     from tiny_engram.training.loop import train
@@ -310,6 +315,7 @@ def _demo_llm(args: argparse.Namespace) -> int:
 
 VERBS = {
     "app": run_app,
+    "scan": run_scan,
     "train": _train,
     "generate": _generate,
     "explain": _explain,
