@@ -90,6 +90,8 @@ def test_list_names_broken_files_and_lists_the_others(run, concept_file, tmp_pat
 
 
 def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
+    (folder / "2_more").mkdir()
+    (folder / "1.png").rename(folder / "2_more" / "1.png")
     told = TrainConfig(
         train_data_dir=str(folder),
         trigger="zqx",

@@ -4,6 +4,7 @@ May import torch, numpy, everything of training but loop, and the adapter's part
 """
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,8 @@ from tiny_engram.training.validation import native_size
 __all__ = ["Latents", "TrainingData", "least_step", "prepare"]
 
 logger = logging.getLogger(__name__)
+
+_SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,9 @@ def prepare(
         vary = partial(varied, spellings=spellings, seed=config.seed, dropout=config.caption_tag_dropout, shuffle=config.shuffle_tags)
         examples = [replace(example, captions=vary(example.captions)) for example in examples]
     shown = [example.captions for example in examples]
+    sided = next((text for texts in shown for text in texts if _SIDES.search(text)), None)
+    if config.random_flip and sided is not None:
+        logger.warning("caption %r tells left from right, which --random_flip mixes up", sided)
     checked_places(adapter, concept, list(dict.fromkeys(text for texts in shown for text in texts)))  # before anything is drawn
     encode: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(encode_picture, pipe)
     if config.cache_dir is not None:

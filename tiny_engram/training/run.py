@@ -26,6 +26,8 @@ OLD_DEFAULTS = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_r
 _TOLD = ("max_train_steps", "learning_rate", "gate_learning_rate", "map_learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta2")
 _TOLD += ("max_grad_norm", "train_batch_size", "gradient_accumulation_steps", "mixed_precision", "seed", "resolution", "caption_dropout")
 _TOLD += ("collages", "snr_gamma", "ema_decay")
+_TOLD += ("subject_type", "caption_tag_dropout", "shuffle_tags", "random_flip", "alpha_mask", "unmasked_weight", "recursive")
+_TOLD += ("folder_repeats", "buckets", "bucket_steps", "bucket_no_upscale")
 
 
 class Run:

@@ -14,8 +14,7 @@ def bucket_sizes(resolution: int, step: int) -> tuple[tuple[int, int], ...]:
     area = resolution * resolution
     square = max(1, round(resolution / step)) * step
     sizes = {(square, square)}
-    for count in range(1, math.ceil(resolution * math.sqrt(MOST_ASPECT) / step) + 1):
-        short = count * step
+    for short in range(step, square + 1, step):
         long = max(1, round(area / short / step)) * step
         if max(short, long) <= MOST_ASPECT * min(short, long):
             sizes |= {(short, long), (long, short)}
