@@ -150,6 +150,8 @@ def prepare(
     if config.caption_tag_dropout or config.shuffle_tags:
         vary = partial(varied, spellings=spellings, seed=config.seed, dropout=config.caption_tag_dropout, shuffle=config.shuffle_tags)
         examples = [replace(example, captions=vary(example.captions)) for example in examples]
+        if not any("," in text for example in examples for text in example.captions):
+            logger.warning("no caption has commas in it, so that caption_tag_dropout and shuffle_tags change nothing")
     shown = [example.captions for example in examples]
     sided = next((text for texts in shown for text in texts if _SIDES.search(text)), None)
     if config.random_flip and sided is not None:
@@ -165,6 +167,8 @@ def prepare(
         if config.random_flip:
             mirrored.append(encode(ImageOps.mirror(picture), size))
     weights = [_weights(e, size, mean, config.unmasked_weight) for e, size, (mean, _) in zip(examples, sizes, latents, strict=True)]
+    if (config.alpha_mask or config.unmasked_weight) and all(weight is None for weight in weights):
+        logger.warning("no picture has a mask, so that alpha_mask and unmasked_weight change nothing")
     made = []
     if config.collages:
         made = draw_collages(

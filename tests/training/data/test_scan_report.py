@@ -92,6 +92,16 @@ def test_a_run_says_what_is_probably_a_mistake(pipe, config, folder, picture, ca
     picture(8, 8).save(folder / "0.png")
     (folder / "1.txt").write_text("the left {trigger}")
     with caplog.at_level(logging.WARNING, "tiny_engram"):
-        train(pipe, config(max_train_steps=1, random_flip=True), progress=False)
+        train(pipe, config(max_train_steps=1, random_flip=True, shuffle_tags=True, unmasked_weight=0.5), progress=False)
     assert "pictures: much smaller than the resolution, so that they will be blurred: 0.png" in caplog.text
     assert "caption 'the left zqx' tells left from right, which --random_flip mixes up" in caplog.text
+    assert "no caption has commas in it, so that caption_tag_dropout and shuffle_tags change nothing" in caplog.text
+    assert "no picture has a mask, so that alpha_mask and unmasked_weight change nothing" in caplog.text
+
+
+def test_a_run_without_mistakes_says_nothing_of_pictures(pipe, config, folder, mask, caplog):
+    mask().save(folder / "0.mask.png")
+    (folder / "1.txt").write_text("red, a {trigger}, leftover")
+    with caplog.at_level(logging.WARNING, "tiny_engram"):
+        train(pipe, config(max_train_steps=1, random_flip=True, shuffle_tags=True, unmasked_weight=0.5), progress=False)
+    assert not [line for line in caplog.messages if "picture" in line or "caption" in line]

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from tiny_engram.training import train
 from tiny_engram.training.data import DataError, fitted_picture, scan_examples, scan_folder, scan_for
@@ -182,6 +182,28 @@ def test_rows_from_python_are_what_files_are(folder, picture, mask):
         np.array_equal(fitted_picture(found.examples[0], 64), picture())
         and fitted_picture(found.examples[2], 8).getpixel((0, 0)) == (255,) * 3
     )
+
+
+@pytest.mark.parametrize(
+    "mode", ["L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LA", "La", "PA", "RGBX", "RGBa", "I", "F", "I;16", "LAB"]
+)
+def test_every_mode_of_a_given_picture_is_what_a_person_sees(mode):
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    whole = Image.fromarray(grey)
+    if mode == "LAB":
+        srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+        given = ImageCms.applyTransform(whole.convert("RGB"), ImageCms.buildTransform(srgb, lab, "RGB", "LAB"))
+    elif mode == "I;16":
+        given = Image.fromarray(grey.astype(np.uint16) * 257)
+    else:
+        ways = {"La": ("LA", "La"), "RGBa": ("RGBA", "RGBa"), "PA": ("P", "PA"), "HSV": ("RGB", "HSV"), "YCbCr": ("RGB", "YCbCr")}
+        given = whole
+        for way in ways.get(mode, (mode,)):
+            given = given.convert(way)
+    assert given is not None and given.mode == mode
+    (example,) = scan_examples([{"image": given}], ("zqx",)).examples
+    seen = np.asarray(fitted_picture(example, 16)).astype(int)
+    assert np.abs(seen - grey[..., None]).max() <= (3 if mode == "LAB" else 1)
 
 
 @pytest.mark.parametrize(

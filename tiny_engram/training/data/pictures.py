@@ -93,7 +93,9 @@ def _seen(opened: Image.Image, background: tuple[int, int, int]) -> Opened:
         picture = _grey(np.asarray(picture), picture.mode)
     if picture.mode == "LAB":
         picture = _from_lab(picture)
-    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+    if picture.mode == "La":
+        picture = picture.convert("LA")  # the one way out that Pillow has
+    if picture.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in picture.info:
         rgba = picture.convert("RGBA")
         alpha = np.asarray(rgba.getchannel("A"))
         picture = Image.alpha_composite(Image.new("RGBA", rgba.size, (*background, 255)), rgba)
