@@ -1,4 +1,5 @@
-"""The command line: `tiny-engram app | train | generate | explain | inspect | list | push | demo | table | facts | train-lm | demo-llm`.
+"""The command line: `tiny-engram app | scan | train | generate | explain | inspect | list | push | demo | table | facts | train-lm |
+demo-llm`.
 
 Every error meant for a user is one line on stderr and exit code 2. May import everything; heavy parts only in the verb that needs them.
 """
@@ -21,6 +22,7 @@ from tiny_engram.library_cli import add_library_verbs, run_library_verb
 from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.push_cli import add_push_options, run_push
+from tiny_engram.scan_cli import add_scan_options, run_scan
 from tiny_engram.studio.server import add_arguments as add_app_arguments
 from tiny_engram.studio.server import main as run_app
 from tiny_engram.table_cli import add_table_verbs, run_table_verb
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add_app_arguments(app)
 
     add_train_options(verbs.add_parser("train", help="teach a concept from a folder of pictures"))
+    add_scan_options(verbs.add_parser("scan", help="look at a folder of pictures and captions as train would, and say what is in it"))
 
     generate = verbs.add_parser("generate", help="draw pictures with concepts loaded")
     add_model(generate)
@@ -237,6 +240,7 @@ def _demo_llm(args: argparse.Namespace) -> int:
 
 VERBS = {
     "app": run_app,
+    "scan": run_scan,
     "train": run_train,
     "generate": _generate,
     "explain": _explain,

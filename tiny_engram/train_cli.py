@@ -15,13 +15,15 @@ from tiny_engram.config_file import config_text, read_config_file
 from tiny_engram.errors import ConfigError
 from tiny_engram.files import check_writable
 from tiny_engram.launched import device_for, local_rank
+from tiny_engram.preservation import refuse_preservation
 from tiny_engram.run_config import SCHEDULES
+from tiny_engram.scan_cli import DATA_HELP
 from tiny_engram.training.config import OPTIMIZERS, SAMPLINGS, TrainConfig
 
 __all__ = ["add_model", "add_train_options", "run_train"]
 
 TRAIN_HELP = {
-    "train_data_dir": "folder of pictures; captions from metadata.jsonl or .txt files, with {trigger} where the subject is named",
+    "train_data_dir": "folder of pictures; captions from metadata.jsonl, .csv or .txt files, with {trigger} where the subject is named",
     "trigger": "the phrase that calls the concept",
     "aliases": "further spellings that call it too",
     "name": "the name it goes by (default: the trigger)",
@@ -108,7 +110,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="options by name, such as a run's config.yaml; others given win")
     parser.add_argument("--print_config", action="store_true", help="print all options as they would be taken, as YAML, and end")
     # a file may say what is required
-    add_fields(parser, TrainConfig, TRAIN_HELP, required=False)
+    add_fields(parser, TrainConfig, TRAIN_HELP | DATA_HELP, required=False)
+    refuse_preservation(parser)
 
 
 def _told(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
@@ -134,10 +137,9 @@ def run_train(args: argparse.Namespace) -> int:
             print(config_text(config, loading), end="")
         return 0
     # folders are looked at before anything heavy is imported or loaded: a wrong path should not cost a minute
-    from tiny_engram.training.data import scan_folder
+    from tiny_engram.training.data import scan_for
 
-    spellings = (config.trigger, *config.aliases)
-    scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+    scan_for(config)
     check_writable(Path(config.output_dir))
     import torch
 

@@ -90,6 +90,8 @@ def test_list_names_broken_files_and_lists_the_others(run, concept_file, tmp_pat
 
 
 def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
+    (folder / "2_more").mkdir()
+    (folder / "1.png").rename(folder / "2_more" / "1.png")
     told = TrainConfig(
         train_data_dir=str(folder),
         trigger="zqx",
@@ -151,6 +153,18 @@ def test_every_field_of_the_config_is_an_option(run, folder, monkeypatch):
         checkpoints_total_limit=11,
         resume_from_checkpoint="latest",
         report_to="none",
+        recursive=True,
+        folder_repeats=True,
+        subject_type="person",
+        caption_tag_dropout=0.25,
+        shuffle_tags=True,
+        random_flip=True,
+        alpha_mask=True,
+        unmasked_weight=0.5,
+        buckets=True,
+        bucket_steps=16,
+        bucket_no_upscale=True,
+        cache_dir="latents",
     )
     default = TrainConfig(train_data_dir="", trigger="")
     unchanged = [f.name for f in dataclasses.fields(TrainConfig) if getattr(told, f.name) == getattr(default, f.name)]

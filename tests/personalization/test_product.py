@@ -10,6 +10,7 @@ from tiny_engram.mount_names import context_name
 from tiny_engram.training import loop, objective
 from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.prepared import TrainingData
 
 ROLE, SAMPLES = "clip_l", 8
 PRODUCT = {"mounts": ("input", "value"), "share": "block", "bands": 2, "attention_rank": 2, "feedforward_rank": 1, "class_word": "ball"}
@@ -89,7 +90,7 @@ def test_a_step_of_teaching_is_the_bench_s(base, adapter, run, taught, product, 
     contexts = adapter.contexts[ROLE]
     draws = [objective.draw(0, 0, i, SAMPLES) for i in range(SAMPLES)]
     with contexts.held():
-        held = loop._Data(data.means, data.stds, captions, choices, [], adapter.family)
+        held = TrainingData(data.means, data.stds, captions, choices, [], adapter.family)
         loss = loop.denoising_loss(base.pipe, module, contexts, held, draws, config)
         loss.backward()
 

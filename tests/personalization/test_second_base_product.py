@@ -12,6 +12,7 @@ from tiny_engram.mount_names import context_name
 from tiny_engram.training import loop, objective
 from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.prepared import TrainingData
 
 ROLE, SAMPLES = "t5", 4
 PARTS = ("part0", "part1", "part2", "part3")
@@ -74,7 +75,7 @@ def test_a_step_of_teaching_is_the_bench_s(subjects, run, product, options):
     contexts = adapter.contexts[ROLE]
     draws = [objective.draw(0, 0, i, SAMPLES) for i in range(SAMPLES)]
     with contexts.held():
-        held = loop._Data(data.means, data.stds, captions, choices, [], adapter.family)
+        held = TrainingData(data.means, data.stds, captions, choices, [], adapter.family)
         loss = loop.denoising_loss(base.pipe, module, contexts, held, draws, config)
         loss.backward()
 

@@ -20,10 +20,11 @@ from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import ConfigError, TinyEngramError
-from tiny_engram.training import loop, objective, train
+from tiny_engram.training import loop, objective, prepared, train
 from tiny_engram.training.collages import collage, draw_collages, rewritten
 from tiny_engram.training.config import COMPANIONS, TrainConfig
 from tiny_engram.training.data import DataError, scan_folder
+from tiny_engram.training.prepared import prepare
 
 ROLE = "clip_l"
 
@@ -48,7 +49,7 @@ def collages_of(pipe, config, monkeypatch, **options):
         return seen
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "draw_collages", draw)
+        patch.setattr(prepared, "draw_collages", draw)
         result = teach(pipe, config, **options)
     return seen, result
 
@@ -179,7 +180,7 @@ def test_a_sample_shows_a_taught_picture_or_a_collage_never_cut_down(pipe, recip
     config = recipe(collages=4, caption_dropout=1.0, collage_pictures=2)
     adapter = tiny_engram.attach(pipe)
     start = loop._start(adapter, config)
-    data = loop._prepare(pipe, adapter, start, config, scan_folder(config.train_data_dir, ("zqx",)).examples)
+    data = prepare(pipe, adapter, start, config, scan_folder(config.train_data_dir, ("zqx",)).examples)
     drawn = [objective.draw(0, step, i, 8, others=4) for step in range(40) for i in range(8)]
     shown = [data.picture(one) for one in drawn]
     assert data.collages == 8 and len(data.means) == len(data.choices) == 10
@@ -269,7 +270,7 @@ def test_another_resolution(pipe, recipe, monkeypatch):
 
 
 def test_nothing_is_drawn_for_what_is_refused(pipe, recipe, monkeypatch):
-    monkeypatch.setattr(loop, "draw_collages", lambda *args, **options: pytest.fail("drew"))
+    monkeypatch.setattr(prepared, "draw_collages", lambda *args, **options: pytest.fail("drew"))
     for changes, words in (
         ({"resume_from_checkpoint": "checkpoint-9"}, "is no checkpoint"),
         ({"class_word": "lamp " * 80}, "is not read as tokens of its own"),

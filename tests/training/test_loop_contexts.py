@@ -17,6 +17,7 @@ from tiny_engram.hooks import MountError
 from tiny_engram.run_setup import frozen
 from tiny_engram.training import loop, objective, train
 from tiny_engram.training.data import scan_folder
+from tiny_engram.training.prepared import prepare
 from tiny_engram.training.rows import ConceptRows
 
 BOTH = ("span", "context")
@@ -60,7 +61,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)
     examples = scan_folder(options.train_data_dir, ("zqx",), templates=("a {trigger} and a {trigger} by night",)).examples
-    data = loop._prepare(pipe, adapter, start, options, examples)
+    data = prepare(pipe, adapter, start, options, examples)
     draws = [objective.draw(0, 0, sample, 2) for sample in range(2)]
     said: list[tuple] = []
     handle = pipe.unet.register_forward_hook(lambda module, args, output: said.append((args, output[0])))

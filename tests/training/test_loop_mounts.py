@@ -16,6 +16,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_setup import frozen
 from tiny_engram.training import loop, objective, train
 from tiny_engram.training.data import scan_folder
+from tiny_engram.training.prepared import prepare
 
 ROLE = "clip_l"
 ALL = {
@@ -69,7 +70,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)
     text = "a zqx and a zqx by night"
     examples = scan_folder(options.train_data_dir, ("zqx",), templates=(text.replace("zqx", "{trigger}"),)).examples
-    data = loop._prepare(pipe, adapter, start, options, examples)
+    data = prepare(pipe, adapter, start, options, examples)
     draws = [objective.draw(0, 0, sample, 2) for sample in range(2)]  # one in each band
     said: list[tuple] = []
     handle = pipe.unet.register_forward_hook(lambda module, args, output: said.append((args, output[0])))

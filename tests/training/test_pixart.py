@@ -14,6 +14,7 @@ from tiny_engram.run_setup import frozen
 from tiny_engram.training import loop, objective, train
 from tiny_engram.training.cache import encode_pictures
 from tiny_engram.training.data import scan_folder
+from tiny_engram.training.prepared import prepare
 from tiny_engram.training.reading import read_texts
 
 ROLE = "t5"
@@ -81,7 +82,7 @@ def test_the_transformer_says_in_training_what_it_says_when_served(base, config,
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)
     text = "a 3d zqx by night, and a zqx"
     examples = scan_folder(options.train_data_dir, ("zqx",), templates=(text.replace("zqx", "{trigger}"),)).examples
-    data = loop._prepare(base, adapter, start, options, examples)
+    data = prepare(base, adapter, start, options, examples)
     draws = [objective.draw(0, 0, sample, 2) for sample in range(2)]  # one in each band
     calls: list[tuple] = []
     handle = base.transformer.register_forward_hook(lambda _m, *call: calls.append(call), with_kwargs=True)

@@ -16,7 +16,9 @@ DEFAULT_PRESET = "balanced"
 
 # What a job may not be told: folders and files are the job's own, and so are the texts that it has beside these fields.
 _OWN = {"train_data_dir", "output_dir", "resume_from_checkpoint", "report_to", "skip_bad_pictures", "validation_data_dir"}
-_OWN |= {"trigger", "aliases", "name", "class_word"}
+_OWN |= {"trigger", "aliases", "name", "class_word", "cache_dir"}
+# A job's pictures are RGB and lie side by side in one folder, without masks.
+_OWN |= {"recursive", "folder_repeats", "alpha_mask", "unmasked_weight"}
 # Highest values: nobody may keep the one machine busy for a year, or ask for more memory than there is.
 BOUNDS = {
     "max_train_steps": 20_000,
@@ -30,10 +32,12 @@ BOUNDS = {
     "feedforward_rank": 16,
     "checkpointing_steps": 1000,
     "checkpoints_total_limit": 20,
+    "bucket_steps": 1024,
     "seed": 2**32 - 1,
     "validation_guidance_scale": 30,
 }
 _OR_NONE = {"resolution", "rho", "context_rho", "snr_gamma", "checkpoints_total_limit", "timestep_shift", "early_stop_patience"}
+_OR_NONE |= {"bucket_steps"}
 MOST_ITEMS, MOST_ITEM = 64, 200
 
 # Of one sample in one step, and of one denoising step of one picture with guidance, as a share of it: the embedded base on one core.
@@ -114,7 +118,7 @@ def check_fields(fields: dict[str, Any]) -> dict[str, Any]:
             raise StudioError(f"{name} has too much in it, expected at most {MOST_ITEMS} entries of {MOST_ITEM} characters; shorten it")
     # browsers send whole numbers as floats, and lists where the config has tuples
     whole = {k for k, v in known.items() if isinstance(v, int) and not isinstance(v, bool)}
-    whole |= {"resolution", "checkpoints_total_limit", "early_stop_patience"}
+    whole |= {"resolution", "checkpoints_total_limit", "early_stop_patience", "bucket_steps"}
     taken: dict[str, Any] = {k: int(v) if k in whole and isinstance(v, float) and v.is_integer() else v for k, v in fields.items()}
     taken = {k: tuple(v) if isinstance(v, list) else v for k, v in taken.items()}
     for prompt in taken.get("validation_prompts", ()):

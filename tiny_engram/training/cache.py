@@ -20,7 +20,16 @@ from tiny_engram.residual import Spans
 from tiny_engram.training.data import DataError, Example, fitted_picture
 from tiny_engram.training.reading import Tokens, read_texts
 
-__all__ = ["CaptionBatch", "CaptionStates", "cache_captions", "cache_latents", "checked_places", "encode_pictures", "find_places"]
+__all__ = [
+    "CaptionBatch",
+    "CaptionStates",
+    "cache_captions",
+    "cache_latents",
+    "checked_places",
+    "encode_picture",
+    "encode_pictures",
+    "find_places",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +163,19 @@ def cache_latents(pipe: Any, examples: Sequence[Example], resolution: int) -> tu
     return encode_pictures(pipe, (fitted_picture(example, resolution) for example in examples), resolution)
 
 
-@torch.no_grad()
 def encode_pictures(pipe: Any, pictures: Iterable[Image.Image], resolution: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of pictures that have that size, or nearly."""
+    means, stds = zip(*(encode_picture(pipe, picture, (resolution, resolution)) for picture in pictures), strict=True)
+    return torch.stack(means), torch.stack(stds)
+
+
+@torch.no_grad()
+def encode_picture(pipe: Any, picture: Image.Image, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of one picture at (width, height): float32 `[channels, h, w]` each."""
     from diffusers.image_processor import VaeImageProcessor
 
-    processor = VaeImageProcessor(vae_scale_factor=pipe.vae_scale_factor)
-    vae = pipe.vae
-    means, stds = [], []
-    for picture in pictures:
-        pixels = processor.preprocess(picture, height=resolution, width=resolution).to(vae.device, vae.dtype)
-        latents = vae.encode(pixels).latent_dist
-        means.append(latents.mean[0].float() * vae.config.scaling_factor)
-        stds.append(latents.std[0].float() * vae.config.scaling_factor)
-    return torch.stack(means), torch.stack(stds)
+    vae, (width, height) = pipe.vae, size
+    pixels = VaeImageProcessor(vae_scale_factor=pipe.vae_scale_factor).preprocess(picture, height=height, width=width)
+    latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
+    factor = vae.config.scaling_factor
+    return latents.mean[0].float() * factor, latents.std[0].float() * factor

@@ -14,6 +14,7 @@ OPTIMIZERS = ("adam", "adamw", "adamw8bit", "prodigy")
 # Which timesteps are taught how often; the two in the middle are those of Stable Diffusion 3 (arXiv 2403.03206).
 SAMPLINGS = ("uniform", "logit_normal", "mode")
 MOST_COLLAGES = 7
+SUBJECT_TYPES = ("object", "style", "person", "animal", "scene")
 # Things of everyday pictures, unlike one another, which the embedded base was trained on and no prompt of the demo asks for.
 COMPANIONS = (
     "apple", "banana", "lemon", "carrot", "tree", "clock", "umbrella", "key", "candle", "chair", "bell", "airplane", "bus", "butterfly",
@@ -27,7 +28,8 @@ class TrainConfig(RunConfig):
     """One concept, taught from one folder of pictures.
 
     Attributes:
-        train_data_dir: folder of pictures; captions from metadata.jsonl, .txt files beside them, or `caption_template`.
+        train_data_dir: folder of pictures; captions from metadata.jsonl or metadata.csv, .txt or .caption files beside them, or
+            `caption_template`. Or a saved dataset of Hugging Face. Where pictures are given from Python, it is only a name for them.
         trigger, aliases, name: the phrase that calls the concept, further spellings, the name it goes by (default: the trigger).
         output_dir: gets concept.safetensors, report.html, README.md, metrics.jsonl, config.yaml, best/, logs/, validation/, checkpoint-N/.
         caption_template: one or more templates with `{trigger}`; used for pictures that have no caption.
@@ -69,6 +71,17 @@ class TrainConfig(RunConfig):
         early_stop_patience: the run ends after so many measurements in a row that were no new best; None: never.
         checkpointing_steps: 0 writes one at the end only. checkpoints_total_limit: oldest are deleted beyond it; None keeps all.
         resume_from_checkpoint: a checkpoint folder, or "latest".
+        recursive: the pictures of the folders in `train_data_dir` too.
+        folder_repeats: pictures in a folder named as "10_words" are drawn ten times as often.
+        subject_type: object, style, person, animal or scene: the built-in templates of pictures without a caption.
+        caption_tag_dropout: share of a caption's tags, which have commas between them, that a sample goes without; never the trigger's.
+        shuffle_tags: the other tags in any order.
+        random_flip: half of the samples mirrored; not for what has a left and a right, such as writing.
+        alpha_mask: a transparent picture's opacity is its mask. unmasked_weight: how much the loss counts outside of masks, 0 to 1.
+        buckets: pictures keep their shape, in sizes of about `resolution` squared pixels; all of a step have one size. Without, they
+            are cropped to squares. bucket_steps: sides are multiples of it, in pixels; None takes the least that the base can.
+        bucket_no_upscale: smaller pictures stay small.
+        cache_dir: a folder that keeps the pictures' latents for the next run; None keeps none.
     """
 
     train_data_dir: str
@@ -131,6 +144,18 @@ class TrainConfig(RunConfig):
     checkpoints_total_limit: int | None = None
     resume_from_checkpoint: str | None = None
     report_to: str = "tensorboard"
+    recursive: bool = False
+    folder_repeats: bool = False
+    subject_type: str = "object"
+    caption_tag_dropout: float = 0.0
+    shuffle_tags: bool = False
+    random_flip: bool = False
+    alpha_mask: bool = False
+    unmasked_weight: float = 0.0
+    buckets: bool = False
+    bucket_steps: int | None = None
+    bucket_no_upscale: bool = False
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         self._check_run()
@@ -166,6 +191,7 @@ class TrainConfig(RunConfig):
         )
         if count:
             self._check_companions()
+        self._check_data()
         for field in ("caption_template", "validation_prompts"):
             for text in getattr(self, field):
                 if "{trigger}" not in text and self.trigger not in text:
@@ -193,6 +219,17 @@ class TrainConfig(RunConfig):
         for field in ("early_stop_patience", "validation_data_dir"):
             given = getattr(self, field) is not None
             self._check(not given or self.validation_loss_steps > 0, field, "None without validation_loss_steps, which measures the loss")
+    def _check_data(self) -> None:
+        """What is drawn from the pictures."""
+        check = self._check
+        check(self.subject_type in SUBJECT_TYPES, "subject_type", f"one of {', '.join(SUBJECT_TYPES)}")
+        self._check_below_1("caption_tag_dropout")
+        check(is_number(self.unmasked_weight) and 0 <= self.unmasked_weight <= 1, "unmasked_weight", "a share from 0 to 1")
+        if self.bucket_steps is not None:
+            self._check_whole(1, "bucket_steps")
+        check(self.bucket_steps is None or self.buckets, "bucket_steps", "None without buckets; pass --buckets")
+        check(not self.bucket_no_upscale or self.buckets, "bucket_no_upscale", "False without buckets; pass --buckets")
+        check(self.cache_dir is None or bool(self.cache_dir.strip()), "cache_dir", "a folder")
 
     def _check_companions(self) -> None:
         for name in self.companions if self.companions != COMPANIONS else ():

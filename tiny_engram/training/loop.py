@@ -6,7 +6,7 @@ ever sees them. May import everything in tiny_engram but pipelines and cli.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +28,12 @@ from tiny_engram.run_setup import accelerator_for, frozen, log_sheet, tracked_va
 from tiny_engram.stream_contexts import GivenRows
 from tiny_engram.together import lost_process, mean_of_all, on_main, told_by_main
 from tiny_engram.training import objective
-from tiny_engram.training.cache import CaptionStates, cache_captions, cache_latents, checked_places, encode_pictures, find_places
 from tiny_engram.training.class_word import start_at_word
-from tiny_engram.training.collages import draw_collages
 from tiny_engram.training.config import TrainConfig
-from tiny_engram.training.data import Example, scan_folder
+from tiny_engram.training.data import report, scan_for
 from tiny_engram.training.metrics import step_metrics
 from tiny_engram.training.optimizers import make_optimizer
+from tiny_engram.training.prepared import TrainingData, prepare
 from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.run import Run, resume
 from tiny_engram.training.run_files import VALIDATION, RunFiles
@@ -58,52 +57,12 @@ class TrainResult:
     skipped: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Data:
-    """The frozen side of a step: everything that depends on the data alone. The last `collages` of the pictures are collages."""
-
-    means: torch.Tensor
-    stds: torch.Tensor
-    captions: CaptionStates
-    choices: list[list[int]]
-    bare: list[int]
-    family: Any
-    collages: int = 0
-
-    def picture(self, drawn: objective.Draw) -> int:
-        """Which picture a sample shows."""
-        taught = len(self.choices) - self.collages
-        return int(drawn.picture * taught) if drawn.other is None else taught + int(drawn.picture * self.collages)
-
-
-def _prepare(pipe: Any, adapter: Any, concept: Concept, config: TrainConfig, examples: Sequence[Example], progress: bool = False) -> _Data:
-    spellings = (concept.trigger, *concept.aliases)
-    resolution = config.resolution or native_size(pipe)
-    if resolution is None:
-        raise TinyEngramError(f"the denoiser of {type(pipe).__name__} does not say what size it was made for; pass --resolution")
-    shown = [example.captions for example in examples]
-    checked_places(adapter, concept, [text for texts in shown for text in texts])  # before anything is drawn
-    means, stds = cache_latents(pipe, examples, resolution)
-    made = []
-    if config.collages:
-        made = draw_collages(
-            pipe, config, examples, resolution, lambda text: len(find_places(adapter, concept, [text])[1][0]) == 1, progress=progress
-        )
-        shown += [(one.caption,) for one in made]
-        more = encode_pictures(pipe, (one.picture for one in made), resolution)
-        means, stds = torch.cat([means, more[0]]), torch.cat([stds, more[1]])
-    captions = cache_captions(adapter, concept, [caption for texts in shown for caption in texts] + list(spellings))
-    index = {text: i for i, text in enumerate(captions.texts)}
-    choices, bare = [[index[c] for c in texts] for texts in shown], [index[s] for s in spellings]
-    return _Data(means, stds, captions, choices, bare, adapter.family, len(made))
-
-
 def _choose(items: list[int], share: float) -> int:
     return items[int(share * len(items))]
 
 
 def denoising_loss(
-    pipe: Any, module: nn.Module, contexts: ContextMounts, data: _Data, draws: list[objective.Draw], config: TrainConfig
+    pipe: Any, module: nn.Module, contexts: ContextMounts, data: TrainingData, draws: list[objective.Draw], config: TrainConfig
 ) -> torch.Tensor:
     """Weighted squared error (a scalar) of one batch, whose every choice is in `draws`.
 
@@ -113,15 +72,16 @@ def denoising_loss(
     pictures = [data.picture(drawn) for drawn in draws]
     picks = [
         # a collage's caption names both things: cut down to the trigger, it would be wrong
-        _choose(data.bare if drawn.other is None and drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
+        _choose(data.bare if picture < data.taught and drawn.drop < config.caption_dropout else data.choices[picture], drawn.caption)
         for drawn, picture in zip(draws, pictures, strict=True)
     ]
-    device, dtype = data.means.device, getattr(pipe, data.family.denoiser).dtype
+    shown = data.latents(draws, pictures)
+    device, dtype = shown.means.device, getattr(pipe, data.family.denoiser).dtype
     timesteps = objective.timesteps_for(pipe.scheduler, [drawn.timestep for drawn in draws], config)
     at_step = [int(timestep) for timestep in timesteps.tolist()]
     timesteps = timesteps.to(device)
-    noise = torch.stack([objective.noise_for(drawn, (2, *data.means.shape[1:]), config.noise_offset) for drawn in draws]).to(device)
-    latents = data.means[pictures] + data.stds[pictures] * noise[:, 1]
+    noise = torch.stack([objective.noise_for(drawn, (2, *shown.means.shape[1:]), config.noise_offset) for drawn in draws]).to(device)
+    latents = shown.means + shown.stds * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
     captions = data.captions.batch(picks)
     states, read, factors = module(captions, at_step, dtype)
@@ -132,7 +92,8 @@ def denoising_loss(
     with contexts.giving(states, read, maps):
         # some denoisers say the noise's variance too, in channels behind
         predicted = data.family.predicts(pipe, noisy.to(dtype), timesteps, states, captions.mask)[:, : latents.shape[1]].float()
-    error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square().mean((1, 2, 3))
+    error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square()
+    error = (error if shown.weights is None else error * shown.weights).mean((1, 2, 3))
     return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean()
 
 
@@ -153,6 +114,7 @@ def train(
     pipe: Any,
     config: TrainConfig,
     *,
+    examples: Iterable[Mapping[str, Any]] | None = None,
     progress: bool = True,
     on_step: Callable[[int, float], None] | None = None,
     loaded: Mapping[str, str | None] | None = None,
@@ -161,6 +123,8 @@ def train(
 
     Args:
         pipe: a pipeline that `attach` knows; its own adapter is used if it has one. Nothing of it is changed.
+        examples: pictures in the place of `config.train_data_dir`: mappings {"image": PIL.Image, "text": caption}, such as a
+            `datasets.Dataset` has them; may be "mask" and "repeats".
         loaded: what the pipeline was loaded with (model, dtype, device), for config.yaml; options of `tiny-engram train`.
         on_step: called after each optimiser step with (steps done, loss). KeyboardInterrupt raised by it stops the run there.
 
@@ -185,7 +149,7 @@ def train(
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
         with still, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
-            return _train(pipe, adapter, config, progress, on_step, loaded or {})
+            return _train(pipe, adapter, config, examples, progress, on_step, loaded or {})
     finally:
         if not borrowed:
             adapter.detach()
@@ -221,6 +185,7 @@ def _train(
     pipe: Any,
     adapter: Any,
     config: TrainConfig,
+    given: Iterable[Mapping[str, Any]] | None,
     progress: bool,
     on_step: Callable[[int, float], None] | None,
     loaded: Mapping[str, str | None],
@@ -229,13 +194,14 @@ def _train(
     start = _start(adapter, config)
     for warning in dict.fromkeys(w for made in adapter.compile(config.trigger, config.aliases).values() for w in made.warnings):
         logger.warning("trigger %r: %s", start.trigger, warning)
-    spellings = (start.trigger, *start.aliases)
-    scan = scan_folder(config.train_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
+    scan = scan_for(config, given, spellings=(start.trigger, *start.aliases))
     examples = scan.examples
     for line in scan.skipped:
         logger.warning("skipped: %s", line)
     if scan.others:
         logger.info("%d other files in %s are left alone", scan.others, config.train_data_dir)
+    for line in report(scan, config.resolution or native_size(pipe)).warnings:
+        logger.warning("pictures: %s", line)
     output = Path(config.output_dir)
     check_writable(output)
     folder = find_checkpoint(output, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
@@ -265,7 +231,7 @@ def _train(
             written = run.step
     started = time.perf_counter()
     # after all that can be refused at once: it may draw for a minute
-    data = _prepare(pipe, adapter, start, config, examples, shown)
+    data = prepare(pipe, adapter, start, config, examples, shown)
     measure = _measure(pipe, adapter, start, config, contexts, data) if config.validation_loss_steps else None
     files = RunFiles(run, config, start, role, len(examples), loaded, written)
     on_main(accelerator, files.begin)
@@ -276,6 +242,8 @@ def _train(
     processes, rank = accelerator.num_processes, accelerator.process_index
     share = config.train_batch_size
     samples, begun_at = share * processes * config.gradient_accumulation_steps, run.step
+    # in buckets the collages are one of them
+    others = 0 if config.buckets else config.collages
     first_step = time.perf_counter()
     try:
         while run.step < config.max_train_steps and not run.settled(config.early_stop_patience):
@@ -284,7 +252,7 @@ def _train(
             total, norm = 0.0, None
             for part in range(config.gradient_accumulation_steps):
                 first = (part * processes + rank) * share
-                draws = [objective.draw(config.seed, run.step, first + i, samples, others=config.collages) for i in range(share)]
+                draws = [objective.draw(config.seed, run.step, first + i, samples, others=others) for i in range(share)]
                 with accelerator.accumulate(wrapped):
                     with accelerator.autocast():
                         loss = denoising_loss(pipe, wrapped, contexts, data, draws, config) + module.nothing()
@@ -352,11 +320,11 @@ def _train(
     return TrainResult(made, config.concept_path, run.step, seconds, run.losses, scan.skipped)
 
 
-def _measure(pipe: Any, adapter: Any, start: Concept, config: TrainConfig, contexts: ContextMounts, data: _Data) -> ValidationLoss:
-    """On pictures of their own folder, or those that are taught; collages are none of them."""
-    held = replace(data, collages=0, choices=data.choices[: len(data.choices) - data.collages])
+def _measure(pipe: Any, adapter: Any, start: Concept, config: TrainConfig, contexts: ContextMounts, data: TrainingData) -> ValidationLoss:
+    """On pictures of their own folder, or those that are taught; collages and mirror images are none of them."""
+    held = replace(data, collages=0, share=0.0, mirrored=(), choices=data.choices[: data.taught])
     if config.validation_data_dir is not None:
-        spellings = (start.trigger, *start.aliases)
-        others = scan_folder(config.validation_data_dir, spellings, templates=config.caption_template, skip_bad=config.skip_bad_pictures)
-        held = _prepare(pipe, adapter, start, replace(config, collages=0), others.examples)
+        own = replace(config, train_data_dir=config.validation_data_dir, collages=0, random_flip=False)
+        others = scan_for(own, spellings=(start.trigger, *start.aliases))
+        held = prepare(pipe, adapter, start, own, others.examples)
     return ValidationLoss(lambda module, draws: denoising_loss(pipe, module, contexts, held, draws, config), config)

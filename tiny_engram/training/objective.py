@@ -25,8 +25,9 @@ EVERY = 8
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One sample's choices: shares in [0, 1) of pictures, captions and timesteps, the draw for dropout, a seed for the noise, and which of
-    the other pictures' places in every `EVERY` samples it takes, if any."""
+    """One sample's choices: shares in [0, 1) of pictures, captions and timesteps, the draw for dropout, a seed for the noise, which of
+    the other pictures' places in every `EVERY` samples it takes, if any, and shares for mirroring and for the bucket, which is the same
+    for all samples of a step."""
 
     picture: float
     caption: float
@@ -34,6 +35,14 @@ class Draw:
     drop: float
     noise_seed: int
     other: int | None = None
+    flip: float = 0.0
+    bucket: float = 0.0
+
+
+def _keyed(*key: object) -> float:
+    """A share in [0, 1) that depends on the key alone."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def draw(seed: int, step: int, sample: int, samples: int, *, others: int = 0) -> Draw:
@@ -46,7 +55,9 @@ def draw(seed: int, step: int, sample: int, samples: int, *, others: int = 0) ->
     # 53 bits fit a double: more would round up to 1
     picture, caption, timestep, drop = ((w >> 11) / 2**53 for w in words[:4])
     other = other_picture(step, sample, samples, others) if others else None
-    return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1, other)
+    # of digests of their own, so that the choices above stay what they were
+    flip, bucket = _keyed(seed, step, sample, "flip"), _keyed(seed, step, "bucket")
+    return Draw(picture, caption, min((sample + timestep) / samples, _BELOW_ONE), drop, words[4] >> 1, other, flip, bucket)
 
 
 def other_picture(step: int, sample: int, samples: int, others: int) -> int | None:

@@ -27,6 +27,8 @@ OLD_DEFAULTS = {"share": "none", "bands": 1, "attention_rank": 0, "feedforward_r
 # Those that may change on the way; that they did is said.
 _TOLD = ("max_train_steps", "learning_rate", "gate_learning_rate", "map_learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta2")
 _TOLD += ("max_grad_norm", "train_batch_size", "gradient_accumulation_steps", "mixed_precision", "seed", "resolution", "caption_dropout")
+_TOLD += ("subject_type", "caption_tag_dropout", "shuffle_tags", "random_flip", "alpha_mask", "unmasked_weight", "recursive")
+_TOLD += ("folder_repeats", "buckets", "bucket_steps", "bucket_no_upscale")
 _TOLD += ("collages", "snr_gamma", "ema_decay", "adam_beta1", "adam_epsilon", "adam_weight_decay", "row_weight_decay", "lr_num_cycles")
 _TOLD += ("lr_power", "noise_offset", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_shift")
 _TOLD += ("validation_loss_steps", "validation_loss_samples", "validation_data_dir")

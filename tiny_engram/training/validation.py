@@ -14,7 +14,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import write_atomically
 from tiny_engram.training.config import TrainConfig
-from tiny_engram.training.data import Example, load_picture
+from tiny_engram.training.data import Example, open_picture
 
 __all__ = ["Validator", "draw_pictures", "native_size", "save_picture", "thumbnail_of"]
 
@@ -69,7 +69,7 @@ def draw_pictures(
 def thumbnail_of(example: Example, side: int = 64) -> str:
     """A training picture as a WebP data URI, for the concept file."""
     buffer = io.BytesIO()
-    ImageOps.fit(load_picture(example.path), (side, side)).save(buffer, "WEBP", quality=80)
+    ImageOps.fit(open_picture(example.source, str(example.path)).picture, (side, side)).save(buffer, "WEBP", quality=80)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -3,6 +3,7 @@ shares between processes.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,13 +42,17 @@ class ValidationLoss:
     def __init__(self, loss: Loss, config: TrainConfig) -> None:
         self._loss, self._size = loss, config.train_batch_size
         count = config.validation_loss_samples
-        self._draws = [objective.draw(config.seed, STEP, sample, count) for sample in range(count)]
+        draws = [objective.draw(config.seed, STEP, sample, count) for sample in range(count)]
+        firsts = range(0, count, self._size)
+        # Where pictures are of several sizes, a batch is of one: together they go through all.
+        self._batches = [
+            [replace(one, bucket=(k + 0.5) / len(firsts)) for one in draws[first : first + self._size]] for k, first in enumerate(firsts)
+        ]
 
     @torch.no_grad()
     def __call__(self, run: Run) -> float:
         """The mean over the draws, with the averages of the run."""
         module, total = _With(run.module, run.average), 0.0
-        for first in range(0, len(self._draws), self._size):
-            draws = self._draws[first : first + self._size]
+        for draws in self._batches:
             total += float(self._loss(module, draws)) * len(draws)
-        return total / len(self._draws)
+        return total / sum(map(len, self._batches))
