@@ -67,12 +67,13 @@ def test_the_loss_is_that_of_the_averages_on_the_same_draws_each_time(pipe, reci
     seen, by_hand, real = [], [], ValidationLoss.__call__
 
     def watched(self, run):
-        seen.append(self._draws)
+        draws = [one for batch in self._batches for one in batch]
+        seen.append(draws)
         masters = {name: p.detach().clone() for name, p in run.module.named_parameters()}
         with torch.no_grad():
             for name, p in run.module.named_parameters():
                 p.copy_(run.average[name])
-            by_hand.append(float(self._loss(run.module, self._draws)))
+            by_hand.append(float(self._loss(run.module, draws)))
             for name, p in run.module.named_parameters():
                 p.copy_(masters[name])
         return real(self, run)

@@ -219,6 +219,7 @@ class TrainConfig(RunConfig):
         for field in ("early_stop_patience", "validation_data_dir"):
             given = getattr(self, field) is not None
             self._check(not given or self.validation_loss_steps > 0, field, "None without validation_loss_steps, which measures the loss")
+
     def _check_data(self) -> None:
         """What is drawn from the pictures."""
         check = self._check
