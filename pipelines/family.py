@@ -1,13 +1,16 @@
 """What a family of pipelines is: its encoders, how they are called, and what the denoiser consumes of them.
 
-Dataclasses and small functions about objects that the user made; nothing of diffusers is imported, and nothing of tiny_engram.
+Dataclasses and small functions about objects that the user made; nothing of diffusers is imported, and of tiny_engram its errors alone.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
+
+from tiny_engram.errors import TinyEngramError
 
 __all__ = [
     "WITH_MASKS",
@@ -227,6 +230,19 @@ class Family:
         if self.encode is not None:
             return self.encode(pipe, prompts, negative, images)
         return encode_by_signature(pipe, prompts, negative, images, self.returns, **others)
+
+    def check_options(self, pipe: Any, options: Iterable[str]) -> None:
+        """Raises TinyEngramError for a name that neither `pipe(...)` nor its `encode_prompt` takes. Where one of them takes any name, those
+        that are nearly one of its own are refused."""
+        calls = (type(pipe).__call__, type(pipe).encode_prompt)
+        known = [parameter for call in calls for parameter in inspect.signature(call).parameters.values()]
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
+        names = {parameter.name for parameter in known} - {"self"}
+        for name in sorted({*options} - names - {"callback", "callback_steps"}):  # some take these two, and do not say so
+            near = get_close_matches(name, names, 1)
+            if near or not anything:
+                way = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise TinyEngramError(f"{type(pipe).__name__} takes no option {name!r}; {way}")
 
     def states(self, pipe: Any, embeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each role's own states inside the embeds; see `consumed`."""

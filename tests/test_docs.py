@@ -141,6 +141,32 @@ def test_the_guide_to_schedules(repo_root, capsys):
     assert capsys.readouterr().out.startswith("factor 1, to 0 at 100 % of the steps\nprompt 'a photo of tako-blip'")
 
 
+def test_the_guide_to_libraries(repo_root, folder, capsys):
+    import tiny_engram
+    from tiny_engram.cli import main
+    from tiny_engram.pipelines.loaders import load_pipeline
+
+    pipe = load_pipeline(device="cpu")
+    adapter = tiny_engram.attach(pipe)
+    for path, trigger in (("out/duck/concept.safetensors", "zed-quack"), ("concepts/tako.safetensors", "tako-blip")):
+        (folder / path).parent.mkdir(parents=True)
+        adapter.new_concept(trigger).save(path)
+    adapter.detach()
+    page = (repo_root / "docs/library.md").read_text()
+    names: dict[str, Any] = {"__name__": "guide"}
+    run(blocks(page, "python"), "library.md", names)
+    said = capsys.readouterr().out
+    assert "6 concepts" in said and "['tako, untrained']" in said and "fires: zqax-blip" in said
+    assert len(names["library"]) == 4 and names["name"] == "tako-blip" and (folder / "tako.safetensors").exists()
+    commands = [shlex.split(line)[1:] for block in blocks(page, "sh") for line in block.splitlines()]
+    verbs = {command[1] for command in commands if command[0] == "library"}
+    assert verbs == {"create", "add", "remove", "list", "verify", "export", "compact"}
+    for command in commands:
+        assert main(command) == 0, command
+    assert capsys.readouterr().out.count("fires: tako-blip") == 2
+    assert (folder / "again.safetensors").read_bytes() == (folder / "out/duck/concept.safetensors").read_bytes()
+
+
 def test_dax_is_understood(guide):
     from tiny_engram.cli import _parser
 

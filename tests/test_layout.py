@@ -25,6 +25,7 @@ FLOORS = {
     "tiny_engram.studio": 5,
     "tiny_engram.cli": 6,
     "tiny_engram.table_cli": 6,
+    "tiny_engram.library_cli": 6,
     "tiny_engram.facts_cli": 6,
     "tiny_engram.generate_cli": 6,
     "tiny_engram.push_cli": 6,

@@ -38,7 +38,8 @@ def test_names_and_groups(asked, meant):
 
 @pytest.mark.parametrize("asked", ["context.2.key", "context.1", "", "Span", "query"])
 def test_what_the_pipeline_has_not_is_refused(asked):
-    with pytest.raises(TinyEngramError, match=f"mount '{asked}' is unknown at t5; expected a group .* or one of: span, context.0.key,"):
+    told = f"mount '{asked}' is unknown at t5; expected a group .* or one of: span, context.0.key to context.1.value"
+    with pytest.raises(TinyEngramError, match=told):
         choose_mounts(("span", asked), KNOWN, role="t5")
 
 

@@ -81,7 +81,7 @@ def test_every_command_is_understood(readme):
 
     commands = [shlex.split(line) for block in blocks(readme, "sh") for line in block.splitlines()]
     assert {command[0] for command in commands} == {"tiny-engram"}
-    verbs = {"app", "train", "generate", "explain", "inspect", "list", "push", "demo", "table"}
+    verbs = {"app", "train", "generate", "explain", "inspect", "list", "push", "demo", "library", "table"}
     assert {_parser().parse_args(command[1:]).verb for command in commands} == verbs
 
 

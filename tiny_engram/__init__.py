@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tiny_engram.adapter import (
         EngramAdapter,
         attach,
+        close_library,
         delete_concept,
         detach,
         disable_concepts,
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
         get_active_concepts,
         get_adapter,
         get_list_concepts,
+        get_list_libraries,
         get_schedule,
         load_concept,
+        open_library,
         register,
         scheduled,
         set_concepts,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from tiny_engram.concept import Concept, ConceptFileError
     from tiny_engram.config import ConceptConfig
     from tiny_engram.errors import TinyEngramError
+    from tiny_engram.library import ConceptLibrary
     from tiny_engram.pipelines.engram_pipeline import EngramPipeline
     from tiny_engram.schedule_run import EngramSchedule
     from tiny_engram.schedules import Schedule
@@ -42,6 +46,7 @@ __all__ = [
     "Concept",
     "ConceptConfig",
     "ConceptFileError",
+    "ConceptLibrary",
     "EngramAdapter",
     "EngramPipeline",
     "EngramSchedule",
@@ -49,6 +54,7 @@ __all__ = [
     "TinyEngramError",
     "__version__",
     "attach",
+    "close_library",
     "delete_concept",
     "detach",
     "disable_concepts",
@@ -57,8 +63,10 @@ __all__ = [
     "get_active_concepts",
     "get_adapter",
     "get_list_concepts",
+    "get_list_libraries",
     "get_schedule",
     "load_concept",
+    "open_library",
     "push_to_hub",
     "register",
     "save_pretrained",
@@ -74,6 +82,7 @@ _HOMES = {
     "Concept": "concept",
     "ConceptConfig": "config",
     "ConceptFileError": "concept",
+    "ConceptLibrary": "library",
     "EngramPipeline": "pipelines.engram_pipeline",
     "EngramSchedule": "schedule_run",
     "Schedule": "schedules",

@@ -17,6 +17,7 @@ from tiny_engram.hooks import hooks_of, remove_strays
 __all__ = [
     "EngramAdapter",
     "attach",
+    "close_library",
     "delete_concept",
     "detach",
     "disable_concepts",
@@ -25,8 +26,10 @@ __all__ = [
     "get_active_concepts",
     "get_adapter",
     "get_list_concepts",
+    "get_list_libraries",
     "get_schedule",
     "load_concept",
+    "open_library",
     "register",
     "scheduled",
     "set_concepts",
@@ -115,6 +118,9 @@ unload_concept = _on_pipe(EngramAdapter.unload_concept)
 delete_concept = _on_pipe(EngramAdapter.delete_concept)
 get_list_concepts = _on_pipe(EngramAdapter.get_list_concepts)
 get_active_concepts = _on_pipe(EngramAdapter.get_active_concepts)
+open_library = _on_pipe(EngramAdapter.open_library)
+close_library = _on_pipe(EngramAdapter.close_library)
+get_list_libraries = _on_pipe(EngramAdapter.get_list_libraries)
 explain = _on_pipe(EngramAdapter.explain)
 register = _on_pipe(EngramAdapter.register)
 set_schedule = _on_pipe(EngramAdapter.set_schedule)

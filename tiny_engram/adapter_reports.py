@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from tiny_engram.config import ConceptConfig
+from tiny_engram.errors import TinyEngramError
 from tiny_engram.explanation import Explanation, PromptExplanation, explain_prompt
 from tiny_engram.loaded import LoadedConcepts
 from tiny_engram.mounts import EncoderMounts
@@ -15,7 +18,15 @@ from tiny_engram.registration import RegistrationReport, RoleReport, cleaning_wa
 from tiny_engram.role_mounts import asked_of
 from tiny_engram.triggers import CompiledTrigger
 
-__all__ = ["explain_prompts", "reading_of", "registration_report"]
+__all__ = ["explain_prompts", "reading_of", "registration_report", "texts_of"]
+
+
+def texts_of(prompt: Any, what: str = "prompt") -> list[str]:
+    """One text or several. Raises TinyEngramError for anything else."""
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise TinyEngramError(f"{what} is {str(prompt)[:60]}, expected text or a list of texts")
+    return list(texts)
 
 
 def reading_of(pipe: Any, family: Any, role: str) -> tuple[Any, Callable[[str], str], int | None]:
@@ -60,13 +71,24 @@ def explain_prompts(
     negative_prompts: Sequence[str],
 ) -> Explanation:
     """Which spans fire in these prompts at each role, which triggers were seen but do not fire, and why."""
+    pairs = [*((text, False) for text in prompts), *((text, True) for text in negative_prompts)]
+
+    def converted(text: str, mount: EncoderMounts) -> str:
+        return pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(pipe, "maybe_convert_prompt") else text
+
+    for role, mount in mounts.items():
+        if (seek := mount.seek) is None:
+            continue
+        given = reading_of(pipe, family, role)[1]
+        for text, _ in pairs:
+            seek(torch.tensor([mount.tokenizer(given(converted(text, mount)), verbose=False).input_ids]))
     active = loaded.active()
 
     def explained(text: str, negative: bool, role: str, mount: EncoderMounts) -> PromptExplanation:
         here = [name for name in loaded if name in mount.store]
         _, given, most = reading_of(pipe, family, role)
-        converted = pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(pipe, "maybe_convert_prompt") else text
-        read = given(converted)
+        plain = converted(text, mount)
+        read = given(plain)
         return explain_prompt(
             read,
             role=role,
@@ -78,9 +100,8 @@ def explain_prompts(
             maps={name: mount.store.maps_of(name) for name in here},
             schedules={name: str(schedule) for name in here if (schedule := loaded[name].schedule) is not None},
             silent={name: (loaded[name].compiled[role], loaded.why_off(name)) for name in here if name not in active},
-            written=None if read == converted else text,
+            written=None if read == plain else text,
             most_tokens=most,
         )
 
-    pairs = [*((text, False) for text in prompts), *((text, True) for text in negative_prompts)]
     return Explanation(tuple(explained(text, negative, role, mount) for text, negative in pairs for role, mount in mounts.items()))

@@ -17,6 +17,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.facts_cli import add_facts_verbs, run_facts_verb
 from tiny_engram.generate_cli import add_generate_options, run_generate
 from tiny_engram.interrupts import Terminated, terminable
+from tiny_engram.library_cli import add_library_verbs, run_library_verb
 from tiny_engram.llm_training.train_cli import add_train_lm_options, run_train_lm
 from tiny_engram.mount_names import describe_maps, describe_mounts
 from tiny_engram.push_cli import add_push_options, run_push
@@ -42,7 +43,11 @@ def _add_concepts(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONCEPT[=STRENGTH]",
-        help="a concept file, a folder with one, a Hub id user/repo, or hf://user/repo[@revision]/file.safetensors; may be repeated",
+        help="a concept file, a folder with one, library#name, a Hub id user/repo, or hf://user/repo[@revision]/file.safetensors; "
+        "may be repeated",
+    )
+    parser.add_argument(
+        "--library", action="append", default=[], metavar="FILE", help="a library of which all triggers fire; may be repeated"
     )
 
 
@@ -86,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, help="fewer steps for a quick look")
 
     add_table_verbs(verbs.add_parser("table", help="files of rows for whole models: inspect, verify, convert, plan"))
+    add_library_verbs(verbs.add_parser("library", help="thousands of concepts in one file: create, add, remove, list, verify, export"))
     add_facts_verbs(verbs.add_parser("facts", help="facts of a causal LM: add, edit, list, remove, ask"))
 
     demo_llm = verbs.add_parser("demo-llm", help="teach a small causal LM twenty facts, ask them, remove one")
@@ -118,6 +124,8 @@ def _pipeline_with_concepts(args: argparse.Namespace) -> tuple[Any, Any]:
     adapter = attach(pipe)
     for concept, strength in wanted:
         adapter.load_concept(concept, strength=strength)
+    for library in args.library:
+        adapter.open_library(library)
     return pipe, adapter
 
 
@@ -236,6 +244,7 @@ VERBS = {
     "list": _list,
     "push": run_push,
     "demo": _demo,
+    "library": run_library_verb,
     "table": run_table_verb,
     "facts": run_facts_verb,
     "demo-llm": _demo_llm,

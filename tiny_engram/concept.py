@@ -177,9 +177,15 @@ class Concept:
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file, atomically; returns its path. Raises ConceptFileError (disk full, no permission, ...)."""
+        return concept_file.write(Path(path), self._tensors(), self.metadata)
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        return concept_file.pack(self._tensors(), self.metadata, f"concept {self.name!r}")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
         version = format_of(self.config, self.roles)
-        tensors = {name: tensor for role, place in self.roles.items() for name, tensor in tensors_of(role, place, version).items()}
-        return concept_file.write(Path(path), tensors, self.metadata)
+        return {name: tensor for role, place in self.roles.items() for name, tensor in tensors_of(role, place, version).items()}
 
     def save_pretrained(self, folder: str | Path, **options: "Unpack[ShareOptions]") -> Path:
         """Write the file, a model card and a gallery into a folder: `tiny_engram.save_pretrained` of this concept."""
@@ -196,7 +202,12 @@ class Concept:
     @classmethod
     def load(cls, path: str | Path) -> "Concept":
         """Read a file; every size, type and shape is checked. Raises ConceptFileError in one line for anything else."""
-        tensors, described, thumbnail = concept_file.read(Path(path))
+        return cls.from_bytes(concept_file.read_bytes(Path(path)), path)
+
+    @classmethod
+    def from_bytes(cls, blob: bytes, path: str | Path = "concept") -> "Concept":
+        """The concept of a file's bytes, checked as `load` does; `path` is where they are from, for errors."""
+        tensors, described, thumbnail = concept_file.parse(blob, path)
         try:
             return cls._assemble(tensors, described, thumbnail)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:

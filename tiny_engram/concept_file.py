@@ -18,7 +18,7 @@ from tiny_engram.config import FORMAT_VERSION
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import write_atomically
 
-__all__ = ["ConceptFileError", "pack_metadata", "read", "write"]
+__all__ = ["ConceptFileError", "pack", "pack_metadata", "parse", "read", "read_bytes", "write"]
 
 KEY = "tiny_engram"
 THUMBNAIL = "modelspec.thumbnail"
@@ -55,16 +55,21 @@ def pack_metadata(described: dict[str, Any], thumbnail: str | None) -> dict[str,
     return packed
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
-    """Write beside the target, flush to disk, rename over it; on any failure the old file stays and nothing is left behind."""
+def pack(tensors: dict[str, torch.Tensor], metadata: dict[str, str], where: str | Path) -> bytes:
+    """The whole file; `where` is its path, for errors. Raises ConceptFileError for more bytes than readers take."""
     digest = _digest(save_bytes(tensors))
     blob = save_bytes(tensors, metadata=metadata | {DIGEST: digest})
     if len(blob) > MAX_FILE or struct.unpack("<Q", blob[:8])[0] > MAX_HEADER:
         raise ConceptFileError(
-            f"{path}: the concept takes {len(blob)} bytes, expected at most {MAX_FILE}; use a smaller thumbnail or recipe"
+            f"{where}: the concept takes {len(blob)} bytes, expected at most {MAX_FILE}; use a smaller thumbnail or recipe"
         )
+    return blob
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    """Write beside the target, flush to disk, rename over it; on any failure the old file stays and nothing is left behind."""
     try:
-        return write_atomically(path, blob)
+        return write_atomically(path, pack(tensors, metadata, path))
     except OSError as error:
         raise ConceptFileError(
             f"{path}: cannot write the concept ({error.strerror or error}); free space or choose another folder"
@@ -76,6 +81,11 @@ def read(path: Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], di
 
     Raises ConceptFileError for whatever is not a sound file of ours of a known version.
     """
+    return parse(read_bytes(path, what), path, what)
+
+
+def read_bytes(path: Path, what: str = "concept") -> bytes:
+    """All of a file of bounded size. Raises ConceptFileError where there is none."""
     try:
         if not path.is_file():
             found = "is a folder" if path.is_dir() else "does not exist" if not path.exists() else "is no regular file"
@@ -83,9 +93,13 @@ def read(path: Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], di
         size = path.stat().st_size
         if size > MAX_FILE:
             raise ConceptFileError(f"{path}: {size} bytes, expected at most {MAX_FILE}; this is no {what} file")
-        blob = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ConceptFileError(f"{path}: cannot read the file ({error.strerror or error})") from error
+
+
+def parse(blob: bytes, path: str | Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
+    """What `read` gives, from the bytes of a file; `path` is where they are from, for errors."""
     metadata = _check_header(path, blob, what)
     if metadata.get(DIGEST, "") not in ("", _digest(blob)):
         raise ConceptFileError(f"{path}: its data is not what was saved ({DIGEST} differs); copy or download it again")
@@ -97,9 +111,7 @@ def read(path: Path, what: str = "concept") -> tuple[dict[str, torch.Tensor], di
         raise ConceptFileError(f"{path}: its description is no JSON; the file is damaged, save it again") from error
     version = described.get("format") if isinstance(described, dict) else None
     if version not in range(1, FORMAT_VERSION + 1):
-        raise ConceptFileError(
-            f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save it again"
-        )
+        raise ConceptFileError(f"{path}: format version {version!r}, expected 1 to {FORMAT_VERSION}; update tiny-engram or save it again")
     try:
         tensors = load_bytes(blob)
     except Exception as error:
@@ -112,11 +124,11 @@ def _digest(blob: bytes) -> str:
     return "0x" + hashlib.sha256(memoryview(blob)[8 + length :]).hexdigest()
 
 
-def _of_another_kind(path: Path, what: str, why: str) -> str:
+def _of_another_kind(path: str | Path, what: str, why: str) -> str:
     return f"{path}: {why}, expected a {what} file saved by tiny-engram (is this a LoRA or another model?)"
 
 
-def _check_header(path: Path, blob: bytes, what: str) -> dict[str, str]:
+def _check_header(path: str | Path, blob: bytes, what: str) -> dict[str, str]:
     """The metadata, after length, JSON, types, shapes and offsets of the header were found sound."""
 
     def refuse(what: str) -> ConceptFileError:

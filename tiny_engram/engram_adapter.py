@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import torch
 
-from tiny_engram.adapter_reports import explain_prompts, registration_report
+from tiny_engram.adapter_reports import explain_prompts, registration_report, texts_of
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig, at_encoder
 from tiny_engram.contexts import ContextMounts
@@ -24,6 +24,7 @@ from tiny_engram.hooks import MountError
 from tiny_engram.loaded import Loaded, LoadedConcepts
 from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import EncoderMounts
+from tiny_engram.open_libraries import Libraries, OpenLibraries
 from tiny_engram.place_hooks import PlaceHooks
 from tiny_engram.probe import probe
 from tiny_engram.registration import RegistrationReport
@@ -46,14 +47,7 @@ def _plain(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def _texts(prompt: Any, what: str = "prompt") -> list[str]:
-    texts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise TinyEngramError(f"{what} is {str(prompt)[:60]}, expected text or a list of texts")
-    return list(texts)
-
-
-class EngramAdapter(Scheduling):
+class EngramAdapter(Scheduling, Libraries):
     """Concepts on one pipeline; made by `attach(pipe)`.
 
     Attributes:
@@ -83,6 +77,7 @@ class EngramAdapter(Scheduling):
             family, family.present(pipe), self.mounts, self.contexts, owner=self, active=self._watched, encoders=self._encoders
         )
         self._schedules = ScheduleRun(self._loaded, self.mounts, pipe=self._pipe, modules=self._readers, owner=self)
+        self._libraries = OpenLibraries(self.mounts, self._optional, self._load_found)
 
     # -- the pipeline --------------------------------------------------------------------------------------------------------
 
@@ -120,6 +115,7 @@ class EngramAdapter(Scheduling):
 
     def detach(self) -> None:
         """Take all hooks out and forget all concepts; the pipeline is as it was before `attach`."""
+        self.close_library()
         for name in list(self._loaded):
             self.unload_concept(name)
         for mount in (*self.mounts.values(), *self.contexts.values()):
@@ -233,12 +229,17 @@ class EngramAdapter(Scheduling):
         for name in names:
             for role in self._loaded[name].concept.roles:
                 self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
-        self._schedules.changed()
-        self._watch.changed()
+        self._changed()
 
     def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
-        """Make exactly these concepts active; strengths None keeps each one's own. Unknown names raise and list the known ones."""
-        self._loaded.choose([names] if isinstance(names, str) else list(names), strengths)
+        """Make exactly these concepts active; strengths None keeps each one's own. Unknown names raise and list the known ones.
+
+        Those of open libraries may be among them; no others of a library fire until it is opened again.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        self._libraries.bring(name for name in dict.fromkeys(names) if name not in set(self._loaded))
+        self._loaded.choose(names, strengths)
+        self._libraries.quiet = True
         self._refresh(*self._loaded)
 
     def set_strength(self, name: str, value: float) -> None:
@@ -268,9 +269,8 @@ class EngramAdapter(Scheduling):
                 self.mounts[role].store.remove(each)
                 self.contexts[role].settle()
             del self._loaded[each]
-        self._schedules.changed()
+        self._changed()
         self._schedules.settle()
-        self._watch.changed()
 
     def delete_concept(self, names: str | Sequence[str]) -> None:
         """Remove the named concepts, all or none: an unknown name raises before anything is removed."""
@@ -369,10 +369,11 @@ class EngramAdapter(Scheduling):
 
         options: of `pipe(...)`; those that `encode_prompt` has too are given to it.
 
-        Raises TinyEngramError: no text, less than one picture, or the adapter was detached.
+        Raises TinyEngramError: no text, less than one picture, an option that neither of them has, or the adapter was detached.
         """
         self._check_attached()
-        prompts, negative = _texts(prompt), None if negative_prompt is None else _texts(negative_prompt, "negative_prompt")
+        self.family.check_options(self.pipe, options)
+        prompts, negative = texts_of(prompt), None if negative_prompt is None else texts_of(negative_prompt, "negative_prompt")
         if not prompts:
             raise TinyEngramError("prompt is an empty list, expected text or a list of texts")
         if num_images_per_prompt < 1:
@@ -385,9 +386,9 @@ class EngramAdapter(Scheduling):
     def explain(self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None) -> Explanation:
         """Which spans fire in these prompts, which triggers were seen but do not fire, and why. Runs no encoder."""
         self._check_attached()
-        negative = [] if negative_prompt is None else _texts(negative_prompt, "negative_prompt")
+        negative = [] if negative_prompt is None else texts_of(negative_prompt, "negative_prompt")
         with self._schedules.awake():
-            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, _texts(prompt), negative)
+            return explain_prompts(self.pipe, self.family, self.mounts, self._loaded, texts_of(prompt), negative)
 
     def _check_attached(self) -> None:
         if not any(hooks.attached for hooks in (self._watch, *self.mounts.values())):

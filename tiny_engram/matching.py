@@ -93,6 +93,10 @@ class TriggerIndex:
     def __contains__(self, name: str) -> bool:
         return name in self._compiled
 
+    def owner(self, ids: tuple[int, ...]) -> str | None:
+        """The concept that has this very id sequence."""
+        return self._owner.get(ids)
+
     def conflicts(self, compiled: CompiledTrigger) -> dict[str, str]:
         """Concepts that already own one of this trigger's id sequences: name -> the spelling in question."""
         return {self._owner[v.ids]: v.text for v in compiled.variants if v.ids in self._owner}

@@ -13,6 +13,7 @@ running order; "context.{block}.key" in what those of all cross-attentions of a 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from tiny_engram.config import DEEP, INPUT, MOST_BANDS, POOLED, SPAN
 from tiny_engram.errors import TinyEngramError
@@ -104,11 +105,13 @@ def every_mount(contexts: Sequence[str] = (), blocks: Iterable[str] = (), *, lay
 
 
 def mounts_in_words(known: Sequence[str]) -> str:
-    """The mounts that a pipeline has, for one line: bands are said, not listed."""
+    """The mounts that a pipeline has, for one line: the first and the last of those that differ by a number; bands are said, not listed."""
     names = {m: context_name(m) for m in known}
     banded = [m for m, name in names.items() if name is not None and name.bands > 1]
     plain = [m for m in known if m not in set(banded)]
-    return ", ".join(plain) + (f", and each context in bands such as {banded[-1]}" if banded else "")
+    runs = [list(run) for _, run in groupby(plain, lambda m: re.sub(r"\d+|key$|value$", "", m))]
+    shown = [" to ".join(dict.fromkeys((run[0], run[-1]))) for run in runs]
+    return ", ".join(shown) + (f", and each context in bands such as {banded[-1]}" if banded else "")
 
 
 def choose_mounts(asked: Sequence[str], known: Sequence[str], *, role: str, share: str = "none", bands: int = 1) -> tuple[str, ...]:

@@ -68,10 +68,12 @@ class EncoderMounts(HookSet):
     Attributes:
         lower_case: does the pipeline write all prompts in lower case?
         templates: words that the pipeline puts around prompts, in which nothing fires.
-        encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded.
-        calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded.
+        encoded: which prompt each row of states belongs to; learnt while concepts with context mounts or maps are loaded, or `notes_all`.
+        calls: of the encoder. prompts: rows of ids that it encoded with any concept loaded, or a library open.
         proof: states that fired, while it is still to be seen that the denoiser gets them; None once it was, or the probe saw it.
         on_fire: told (role, plan) of each call in which a trigger fires. on_ids: told the ids of each call.
+        notes_all: a concept that a later prompt calls may be active at the denoiser, which then reads this prompt's rows too.
+        seek: told the ids of each call, templates masked, before they are matched: loads what they call and is not loaded yet.
         check_denoiser: called before a prompt is encoded while a concept is active at the denoiser.
     """
 
@@ -99,6 +101,8 @@ class EncoderMounts(HookSet):
         self.proof: list[torch.Tensor] | None = None
         self.on_fire: Callable[[str, Plan], None] | None = None
         self.on_ids: Callable[[torch.Tensor], None] | None = None
+        self.notes_all = False
+        self.seek: Callable[[torch.Tensor], None] | None = None
         self.check_denoiser: Callable[[], None] | None = None
         self.calls = self.prompts = 0
         self._seconds = 0.0
@@ -162,15 +166,17 @@ class EncoderMounts(HookSet):
         ids = kwargs.get("input_ids", args[0] if args else None)
         if self.on_ids is not None and isinstance(ids, torch.Tensor):
             self.on_ids(ids)
-        if len(self.store):
+        if len(self.store) or self.seek is not None:
             if not isinstance(ids, torch.Tensor):
                 raise MountError(
                     f"the encoder of role {self.role!r} was called without input_ids; concepts need token ids: pass them, or detach"
                 )
-            if self.store.active_at_denoiser and self.check_denoiser is not None:
-                self.check_denoiser()
             state.raw = ids.reshape(-1, ids.shape[-1])
             state.ids = ids = self.templates.masked(state.raw)
+            if self.seek is not None:
+                self.seek(ids)
+            if self.store.active_at_denoiser and self.check_denoiser is not None:
+                self.check_denoiser()
             self.prompts += len(ids)
             plan = self.store.plan_at((POOLED if self._pooled else SPAN,), ids)
             state.plan = plan.fired
@@ -283,7 +289,7 @@ class EncoderMounts(HookSet):
 
     @property
     def _noted(self) -> bool:
-        return self._state.ids is not None and self.store.any_at_denoiser
+        return self._state.ids is not None and (self.store.any_at_denoiser or self.notes_all)
 
     def _apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """The states with all residuals, known to the context mounts."""

@@ -23,6 +23,7 @@ class Scheduling(ABC):
 
     _loaded: LoadedConcepts
     _schedules: ScheduleRun
+    family: Any
 
     @property
     @abstractmethod
@@ -105,6 +106,7 @@ class Scheduling(ABC):
             )
         if negative_prompt is not None and "negative_prompt" not in known:
             raise TinyEngramError(f"{type(pipe).__name__} takes no negative_prompt; leave it out")
+        self.family.check_options(pipe, options)
         for other in options:
             if other.removeprefix("negative_").startswith("prompt_") and other != "prompt_template" and options[other] is not None:
                 raise TinyEngramError(f"{other} is given, but schedules encode one prompt, the same for all encoders; leave it out")

@@ -1,4 +1,5 @@
-"""Where a concept comes from: a Concept, a file, a folder with one file, or a repo of the Hub. Imports concept; hub when one is asked.
+"""Where a concept comes from: a Concept, a file, a folder with one file, a library, or a repo of the Hub. Imports concept; hub or library
+when one is asked.
 
 A path that exists is read, whatever it could mean elsewhere. Files are safetensors; nothing is unpickled.
 """
@@ -7,13 +8,16 @@ import re
 from collections.abc import Iterable
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from tiny_engram.concept import Concept, ConceptFileError
-from tiny_engram.concept_file import MAX_FILE
+from tiny_engram.concept_file import MAX_FILE, read_bytes
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["Source", "SourceOptions", "load_source", "source_file"]
+if TYPE_CHECKING:
+    from tiny_engram.library import ConceptLibrary
+
+__all__ = ["Source", "SourceOptions", "load_source", "source_bytes", "source_file"]
 
 SUFFIX = ".safetensors"
 Source = Concept | str | PathLike[str]
@@ -44,7 +48,7 @@ class SourceOptions(HubOptions, total=False):
 
 
 def load_source(source: Source, **options: Unpack[SourceOptions]) -> Concept:
-    """The concept of any source; see `source_file` for paths and ids.
+    """The concept of any source; see `source_file` for paths and ids, and "library#name" is a concept of a library.
 
     Raises TinyEngramError in one line: not there, not open to us, not one file, not a concept file.
     """
@@ -52,13 +56,46 @@ def load_source(source: Source, **options: Unpack[SourceOptions]) -> Concept:
         if given := [name for name, value in options.items() if value]:
             raise TinyEngramError(f"{', '.join(given)} given with a Concept, expected with a path or a Hub id; leave it out")
         return source
+    if (held := _held(source)) is not None and not any(options.values()):
+        return held[0].get(held[1])
     path, address = source_file(source, **options)
     try:
         return Concept.load(path)
     except ConceptFileError as error:
+        _refuse_library(path)
         if address is None:
             raise
         raise ConceptFileError(f"{address}: {error}; force_download=True fetches it again") from error
+
+
+def source_bytes(source: str | PathLike[str]) -> tuple[bytes, str]:
+    """A concept's file and where it is, of a source that is no Concept. Raises as `load_source` does."""
+    if (held := _held(source)) is not None:
+        return held[0].read(held[1]), fspath(source)
+    path, address = source_file(source)
+    _refuse_library(path)
+    return read_bytes(path), address or str(path)
+
+
+def _held(source: object) -> "tuple[ConceptLibrary, str] | None":
+    """The library and the name in it, of "library#name" with a library that is there; a name may hold more of "#"."""
+    if not isinstance(source, (str, PathLike)) or "#" not in fspath(source) or Path(source).exists():
+        return None
+    from tiny_engram.library import ConceptLibrary, is_library
+
+    text = str(fspath(source))
+    parts = ((text[:at], text[at + 1 :]) for at, sign in enumerate(text) if sign == "#")
+    return next(((ConceptLibrary.open(path), name) for path, name in parts if is_library(path)), None)
+
+
+def _refuse_library(path: Path) -> None:
+    """Say so where a library was given in the place of one of its concepts."""
+    from tiny_engram.library import is_library
+
+    if is_library(path):
+        raise TinyEngramError(
+            f"{path}: is a library of concepts, expected one of them; write '{path}#NAME', or have all fire by open_library"
+        )
 
 
 def source_file(

@@ -63,6 +63,10 @@ class DenoiserWatch(HookSet):
         self._names = None
         self._counted = False
 
+    def found(self) -> None:
+        """A concept was loaded because a prompt that is being encoded calls it: no earlier prompt does."""
+        self._names = None
+
     def _before(self, name: str, module: weakref.ref[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.perf_counter()
         call = read_call(self._family, name, module(), args, kwargs)

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import tiny_engram
-from tests.pipelines.tiny.every import cases
+from tests.pipelines.tiny.every import EVERY, cases
 from tiny_engram.config import ConceptConfig
+from tiny_engram.errors import TinyEngramError
+from tiny_engram.pipelines.families import family_of
 
 PROMPT, PLAIN = "a photo of a zqx bolo on a table", "a photo of an old dog on a table"
 
@@ -36,3 +38,20 @@ def test_it_moves_what_stands_at_the_trigger(tiny, kind):
         assert at and at == list(range(at[0], at[-1] + 1)) and len(at) < 12
         assert not moved(same[role], states(adapter, pipe, PLAIN)[role])
     adapter.detach()
+
+
+def test_options_that_nobody_takes_are_named(tiny):
+    pipe = tiny.build()
+    adapter = tiny_engram.attach(pipe)
+    for told in (adapter.embeds, adapter.scheduled):
+        with pytest.raises(TinyEngramError, match="StableDiffusionPipeline takes no option 'clip_skp'; did you mean 'clip_skip'"):
+            told("a cat", clip_skp=1)
+    assert adapter.embeds("a cat", guidance_scale=3.0).keys() == adapter.embeds("a cat").keys()
+
+
+def test_options_of_a_pipeline_that_takes_no_others():
+    pipe = next(entry for entry in EVERY if entry.name == "flux:dev").build()
+    family = family_of(pipe)
+    assert family is not None
+    with pytest.raises(TinyEngramError, match="FluxPipeline takes no option 'zzz'; leave it out"):
+        family.check_options(pipe, ["guidance_scale", "zzz"])

@@ -1,0 +1,164 @@
+"""What training costs beside the field's own loops, on the embedded base.
+
+    python benchmarks/training.py steps         # benchmarks/results/training.json, section "steps"
+
+A step of ours, with rows at the encoder's output alone and by the default recipe, one of textual inversion with latents that were made
+before, and one of textual inversion and of DreamBooth with LoRA as diffusers' scripts do them: in turn, so that all see the same machine.
+Before anything is timed each loop has to teach what it should and leave alone what it should not. Memory is that of a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import need, record, row
+from other_loops import DreamBoothLora, Loop, TextualInversion
+from training_step import SPAN, SUBJECT, WARM_UP, check, peak_bytes, recipe
+
+from tiny_engram.pipelines.loaders import load_pipeline
+from tiny_engram.training import train
+
+BATCH, SIDE = 8, 128
+OURS = {"span": SPAN, "default": {}}
+CACHED, SHIPPED = 1.0, 0.8
+
+
+def the_pipeline() -> Any:
+    pipe = load_pipeline(device="cpu")
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        part.requires_grad_(False).eval()
+    return pipe
+
+
+def rivals(pipe: Any) -> dict[str, Loop]:
+    pictures = sorted(SUBJECT.glob("*.png"))
+    word, given = TextualInversion.word, {"batch": BATCH, "side": SIDE}
+    return {
+        "inversion, cached": TextualInversion(pipe, pictures, [f"a photo of a {word}"], cached=True, **given),
+        "inversion": TextualInversion(pipe, pictures, [f"a photo of a {word}"], cached=False, **given),
+        "lora": DreamBoothLora(pipe, pictures, ["a photo of a sks duck"], cached=False, **given),
+    }
+
+
+def check_rivals(pipe: Any, loops: dict[str, Loop]) -> None:
+    """They lower their loss, and move nothing but what is theirs."""
+    before = [p.detach().clone() for part in (pipe.unet, pipe.text_encoder, pipe.vae) for p in part.parameters()]
+
+    def loss_of(loop: Loop) -> float:
+        """Of a step on the same pictures, timesteps and noise."""
+        loop.restart()
+        torch.manual_seed(0)
+        return loop()
+
+    for name, loop in loops.items():
+        for group in loop.optimizer.param_groups:
+            group["lr"] = 10 * loop.rate  # a few steps shall show
+        first, *_, last = (loss_of(loop) for _ in range(6))
+        need(last < first, f"{name} does not lower its loss: {first:.4f}, then {last:.4f}")
+        if isinstance(loop, TextualInversion):
+            same = (loop.table == loop.original).all(1)
+            need(bool(same[loop.others].all()) and not bool(same[loop.taught]), f"{name} moves other tokens than its own")
+        for group in loop.optimizer.param_groups:
+            group["lr"] = loop.rate
+    after = [p for part in (pipe.unet, pipe.text_encoder, pipe.vae) for p in part.parameters()]
+    need(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a loop moved the base")
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def timed(pipe: Any, loops: dict[str, Loop], folder: Path, steps: int) -> dict[str, list[dict[str, float]]]:
+    """By our recipe: seconds of each loop's step, round by round."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, changes in OURS.items():
+        rounds: list[dict[str, float]] = []
+        last = time.perf_counter()
+
+        def after(step: int, loss: float, rounds: list[dict[str, float]] = rounds) -> None:
+            nonlocal last
+            one = {"ours": time.perf_counter() - last} | {rival: seconds_of(loop) for rival, loop in loops.items()}
+            if step > WARM_UP:
+                rounds.append(one)
+            last = time.perf_counter()
+
+        train(pipe, recipe(folder / name, steps + WARM_UP, BATCH, **changes), progress=False, on_step=after)
+        found[name] = rounds
+    return found
+
+
+def memory(name: str) -> int:
+    """The most bytes of a process that runs one loop: three steps of a rival, or of ours; "base" loads the pipeline alone."""
+    pipe = the_pipeline()
+    if name in OURS:
+        with tempfile.TemporaryDirectory() as folder:
+            train(pipe, recipe(Path(folder), 3, BATCH, **OURS[name]), progress=False)
+    elif name != "base":
+        loop = rivals(pipe)[name]
+        for _ in range(3):
+            loop()
+    return peak_bytes()
+
+
+def steps(count: int) -> None:
+    pipe = the_pipeline()
+    loops = rivals(pipe)
+    check_rivals(pipe, loops)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, changes in OURS.items():
+            check(pipe, Path(folder) / "check" / name, BATCH, **changes)
+        found = timed(pipe, loops, Path(folder), count)
+    names = [*OURS, *loops]
+    peaks = {
+        name: int(subprocess.run([sys.executable, __file__, "memory", name], check=True, capture_output=True, text=True).stdout.split()[-1])
+        for name in ("base", *names)
+    }
+    ratios = {
+        ours: {rival: statistics.median(one["ours"] / one[rival] for one in rounds) for rival in loops} for ours, rounds in found.items()
+    }
+    limits = {"inversion, cached": CACHED, "inversion": SHIPPED, "lora": SHIPPED}
+    words = {
+        "span": "ours, rows at the encoder's output",
+        "default": "ours, default recipe",
+        "inversion, cached": "textual inversion, cached latents",
+        "inversion": "textual inversion as diffusers' script",
+        "lora": "DreamBooth LoRA as diffusers' script",
+    }
+    seconds = {ours: statistics.median(one["ours"] for one in rounds) for ours, rounds in found.items()}
+    seconds |= {rival: statistics.median(one[rival] for rounds in found.values() for one in rounds) for rival in loops}
+    rows = [row(f"step, {words[name]}", f"{seconds[name]:.3f} s") for name in names]
+    for ours, others in ratios.items():
+        for rival, ratio in others.items():
+            limit = limits[rival] if ours == "span" else None
+            target, met = ("", None) if limit is None else (f"<= {limit}", ratio <= limit)
+            rows.append(row(f"{words[ours]} over {words[rival]}", f"{ratio:.3f}", target, met))
+    rows += [row(f"peak memory, {words[name]}", f"{peaks[name] / 2**20:,.0f} MiB") for name in names]
+    figures = {"rounds": found, "ratios": ratios, "seconds": seconds, "peak_bytes": peaks, "batch": BATCH, "side": SIDE}
+    record("training", "steps", figures=figures, rows=rows, packages=("diffusers", "transformers", "peft"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("steps", "memory"))
+    parser.add_argument("name", nargs="?", default="base")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    if args.what == "memory":
+        print(memory(args.name))
+    else:
+        steps(args.steps)
+
+
+if __name__ == "__main__":
+    main()
