@@ -124,7 +124,14 @@ def test_a_full_disk(refused, run, folder, tmp_path, monkeypatch, quick):
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["teach"], ["train"], ["train", "--trigger", "zqx", "--train_data_dir", "x", "--seed", "one"], ["generate"], ["list", "--nope"]],
+    [
+        [],
+        ["teach"],
+        ["train", "--seed"],
+        ["train", "--trigger", "zqx", "--train_data_dir", "x", "--seed", "one"],
+        ["generate"],
+        ["list", "--nope"],
+    ],
 )
 def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:

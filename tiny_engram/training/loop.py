@@ -236,7 +236,8 @@ def _train(
     files = RunFiles(run, config, start, role, len(examples), loaded, written)
     on_main(accelerator, files.begin)
     if accelerator.is_main_process and config.trackers:
-        accelerator.init_trackers("tiny-engram", config=tracked_values(config))
+        beside = {"wandb": {"dir": str(output / "logs")}}  # which else writes where the command was called
+        accelerator.init_trackers("tiny-engram", config=tracked_values(config), init_kwargs=beside)
 
     bar = tqdm(total=config.max_train_steps, initial=run.step, desc="teaching", unit="step", disable=not shown)
     processes, rank = accelerator.num_processes, accelerator.process_index
