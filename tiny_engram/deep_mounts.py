@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tiny_engram.config import DEEP
 from tiny_engram.fired import Fired
@@ -50,6 +51,7 @@ class _Call(threading.local):
     def __init__(self) -> None:
         self.fired: Mapping[int, Sequence[Fired]] = {}
         self.seen: set[int] = set()
+        self.inside = False
 
 
 class DeepMounts(HookSet):
@@ -62,20 +64,22 @@ class DeepMounts(HookSet):
         self.role = role
         self.seconds = 0.0
         self._call = _Call()
+        # What was added to a layer's input, by that tensor: checkpoints run layers again in the backward pass, outside of any call.
+        self._added: Any = WeakTensorKeyDictionary()
 
     def __len__(self) -> int:
         return len(self.hooks)
 
     def begin(self, fired: Mapping[int, Sequence[Fired]]) -> None:
         """Before the encoder runs: what fires, by number of the layer."""
-        self._call.fired, self._call.seen = fired, set()
+        self._call.fired, self._call.seen, self._call.inside = fired, set(), True
         if fired:
             self.attach()
 
     def finish(self) -> None:
         """After it. Raises MountError if a layer did not read what was to be added."""
         missed = sorted(self._call.fired.keys() - self._call.seen)
-        self._call.fired = {}
+        self._call.fired, self._call.inside = {}, False
         if missed:
             raise MountError(
                 f"the encoder of role {self.role!r} ran without its layer {missed[0]}, so no concept reached it at the mount "
@@ -83,11 +87,15 @@ class DeepMounts(HookSet):
             )
 
     def _read(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        fired = self._call.fired.get(number)
         states = args[0] if args else kwargs.get("hidden_states")
-        if not fired or not isinstance(states, torch.Tensor):
+        if not isinstance(states, torch.Tensor):
+            return None
+        fired = self._call.fired.get(number) if self._call.inside else self._added.get(states, {}).get(number)
+        if not fired:
             return None
         begin = time.perf_counter()
+        if self._call.inside and torch.is_grad_enabled():
+            self._added[states] = {number: fired}
         self._call.seen.add(number)
         for one in fired:
             states = one.apply(states)

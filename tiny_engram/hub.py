@@ -4,13 +4,14 @@ The only module that talks to the Hub, imported where a source is no local path.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -200,10 +201,21 @@ def _fetch(place: Place, file: str, most_bytes: int) -> Path:
     what, api = place.address(file), _api(place.token)
     options = {"revision": place.revision, "cache_dir": place.cache_dir, "local_files_only": place.local_files_only}
     options["force_download"] = place.force_download and not place.offline
-    seen = _asked(place, what, lambda: api.hf_hub_download(place.repo_id, file, dry_run=True, **options))
-    if seen.file_size is not None and seen.file_size > most_bytes:
-        raise HubError(f"{what}: {seen.file_size:,} bytes, expected at most {most_bytes:,}; choose another file")
+    size = _asked(place, what, lambda: _size_of(api, place, file, options))
+    if size is not None and size > most_bytes:
+        raise HubError(f"{what}: {size:,} bytes, expected at most {most_bytes:,}; choose another file")
     return Path(_asked(place, what, lambda: api.hf_hub_download(place.repo_id, file, **options)))
+
+
+def _size_of(api: Any, place: Place, file: str, options: Mapping[str, Any]) -> int | None:
+    """Bytes of a file as the Hub tells them; None where that is not known."""
+    if "dry_run" in signature(api.hf_hub_download).parameters:
+        return api.hf_hub_download(place.repo_id, file, dry_run=True, **options).file_size
+    if place.local_files_only or place.offline:
+        return None
+    # releases before 1.0
+    url = hf_hub_url(place.repo_id, file, revision=place.revision, endpoint=api.endpoint)
+    return api.get_hf_file_metadata(url=url, token=api.token).size
 
 
 def open_repo(place: Place, *, private: bool | None = None) -> str:

@@ -40,6 +40,10 @@ def class_of(tiny: TinyPipeline) -> Any:
     return getattr(diffusers, family_named(tiny).pipelines[0])
 
 
+# Older releases of diffusers lack some.
+THERE = tuple(tiny for tiny in EVERY if hasattr(diffusers, family_named(tiny).pipelines[0]))
+
+
 def takes(tiny: TinyPipeline, name: str) -> bool:
     """Has `pipe(...)` this parameter?"""
     return name in signature(class_of(tiny).__call__).parameters
@@ -103,12 +107,12 @@ def _param(tiny: TinyPipeline, *values: Any, id: str | None = None, default: Col
 
 def each_pipeline(when: Callable[[TinyPipeline], bool] = lambda tiny: True, default: Collection[str] = DEFAULT) -> Any:
     """Over every tiny pipeline, or those that something is true of: the fixture `tiny_case`. All but `default` are marked `families`."""
-    return pytest.mark.parametrize("tiny_case", [_param(t, default=default) for t in EVERY if when(t)], indirect=True)
+    return pytest.mark.parametrize("tiny_case", [_param(t, default=default) for t in THERE if when(t)], indirect=True)
 
 
 def each_mode(when: Callable[[TinyPipeline], bool] = lambda tiny: True, modes: Iterable[str] = tuple(MODES)) -> Any:
     """The same, and each mode that the family offers."""
-    chosen = [(t, mode) for t in EVERY if when(t) for mode in modes if has_mode(t, mode)]
+    chosen = [(t, mode) for t in THERE if when(t) for mode in modes if has_mode(t, mode)]
     return pytest.mark.parametrize(
         ("tiny_case", "mode"),
         [_param(tiny, mode, id=f"{tiny.name}-{mode}") for tiny, mode in chosen],

@@ -81,7 +81,8 @@ def texts_at(family: Family, role: str, tokenizer: Any, ids: Sequence[int], stat
             runs[-1].append(k)
         else:
             runs.append([k])
-    return [tokenizer.decode([ids[k] for k in run]).strip().lower() for run in runs]
+    # older releases leave CLIP's mark of a word's end where special tokens are kept apart
+    return [tokenizer.decode([ids[k] for k in run]).replace("</w>", " ").strip().lower() for run in runs]
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_gradients_reach_the_rows_through_the_encoders(subject, mode, training):
     for recomputed in (False, True):
         for encoder in encoders:
             if recomputed:
-                encoder.gradient_checkpointing_enable()
+                encoder.gradient_checkpointing_enable({"use_reentrant": False})  # the default of newer releases
         torch.manual_seed(0)  # T5 drops values at random while it is trained
         masters = masters_of(made)
         loss_of(list(states_of(subject.family, subject.pipe, encoded(subject, name, masters)).values())).backward()

@@ -51,7 +51,7 @@ def test_lora_before_and_after(subject, own, tmp_path):
     adapter = tiny_engram.attach(own)
     adapter.load_concept(made)
     for pipe in (own, bare):
-        pipe.load_lora_weights(tmp_path)
+        pipe.load_lora_weights(tmp_path, weight_name="pytorch_lora_weights.safetensors")
     assert not torch.equal(picture(subject.tiny, subject.twin, PLAIN), picture(subject.tiny, bare, PLAIN))
     after, parts = check(subject, bare, own), [subject.family.denoiser]
     adapter.detach()
