@@ -14,8 +14,8 @@ def main(folder: Path, model: str, rank: int) -> None:
     shown: list[int] = []
     picture = loop.TrainingData.picture
 
-    def noted(self, draw) -> int:
-        shown.append(picture(self, draw))
+    def noted(self, drawn) -> int:
+        shown.append(picture(self, drawn))
         return shown[-1]
 
     loop.TrainingData.picture = noted
