@@ -248,12 +248,25 @@ def test_a_saved_dataset_without_its_package_is_one_clear_line(recipe, tmp_path,
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).write_text("{}")
     for name in ("rows.parquet", "saved"):
         with pytest.raises(
             DataError, match=f"{name}: a saved dataset, .* not installed; pip install datasets, or give a folder of pictures"
         ):
             scan_for(recipe(train_data_dir=str(tmp_path / name)))
+
+
+def test_a_folder_of_pictures_with_a_state_of_something_else_is_no_dataset(recipe, folder):
+    (folder / "state.json").write_text("{}")
+    assert len(scan_for(recipe()).examples) == 2
+
+
+def test_no_folder_is_not_the_folder_of_the_shell(recipe, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(DataError, match="train_data_dir is '', expected a folder"):
+        scan_for(recipe(train_data_dir=""))
+    assert len(scan_for(recipe(train_data_dir=".")).examples) == 2
 
 
 def test_a_saved_dataset_is_read_where_its_package_is(recipe, tmp_path, picture):

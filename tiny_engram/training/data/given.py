@@ -18,12 +18,14 @@ __all__ = ["find_given", "is_dataset", "load_rows"]
 
 DATASET_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 # What Dataset.save_to_disk leaves in a folder, and DatasetDict.save_to_disk.
-_SAVED = ("state.json", "dataset_dict.json")
+_SAVED = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
 
 
 def is_dataset(path: Path) -> bool:
     """Is it a file or a folder that the package datasets wrote?"""
-    return (path.suffix.lower() in DATASET_FILES and path.is_file()) or any((path / name).is_file() for name in _SAVED)
+    return (path.suffix.lower() in DATASET_FILES and path.is_file()) or any(
+        all((path / name).is_file() for name in names) for names in _SAVED
+    )
 
 
 def load_rows(path: Path) -> Any:

@@ -150,6 +150,8 @@ def scan_for(config: TrainConfig, examples: Iterable[Mapping[str, Any]] | None =
         "skip_bad": config.skip_bad_pictures,
         "alpha_mask": config.alpha_mask,
     }
+    if examples is None and not config.train_data_dir.strip():
+        raise DataError(f"train_data_dir is {config.train_data_dir!r}, expected a folder of training pictures")
     folder = Path(config.train_data_dir)
     if examples is None and is_dataset(folder):
         return scan_examples(load_rows(folder), spellings, where=str(folder), **wanted)
