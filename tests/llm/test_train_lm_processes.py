@@ -1,10 +1,6 @@
 """Two processes on one CPU teach what one does: gradients of tables are summed, and whoever has nothing to add keeps the others going."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from tests.ranks import run_ranks
 from tiny_engram.llm_training import LMTrainConfig, train_lm
 
 
@@ -28,28 +25,9 @@ def both(build, tokenizer, tmp_path_factory, repo_root):
     options |= {"learning_rate": 1e-2, "report_to": "none", "gradient_accumulation_steps": 2}
     two = LMTrainConfig(**options, train_batch_size=2, output_dir=str(folder / "two"))
     (folder / "config.json").write_text(json.dumps(two.to_dict()))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = Path(__file__).with_name("two_processes.py")
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [child.communicate(timeout=180)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], said
+    ended = run_ranks(script, lambda rank: (folder, rank), 2)
+    assert [code for code, _ in ended] == [0, 0], ended
     told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     AcceleratorState._reset_state(reset_partial_state=True)
     one = train_lm(model, tokenizer, LMTrainConfig(**options, train_batch_size=4, output_dir=str(folder / "one")), progress=False)

@@ -1,16 +1,13 @@
 """Two processes on one CPU teach what one does; a killed one ends the run with a line and a checkpoint that it can go on from."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from tests.ranks import run_ranks
 from tiny_engram.checkpoints import list_checkpoints, load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.training import train
@@ -25,25 +22,15 @@ def launched(saved_pipe, tmp_path):
     def call(config, ranks: int, *options: str, dies: str | None = None) -> list[tuple[int, dict | None]]:
         told = tmp_path / f"{Path(config.output_dir).name}-{ranks}.json"
         told.write_text(json.dumps(config.to_dict()))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
         answers = [tmp_path / f"{told.stem}-rank{rank}.json" for rank in range(ranks)]
-        children = []
-        for rank in range(ranks):
-            several = {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-            several |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-            words = [sys.executable, str(SCRIPT), str(saved_pipe), str(told), str(answers[rank]), *options]
-            words += [dies] if dies and rank == ranks - 1 else []
-            children.append(subprocess.Popen(words, env=environment | (several if ranks > 1 else {}), stderr=subprocess.PIPE, text=True))
-        try:
-            said = [child.communicate(timeout=180)[1] for child in children]
-        finally:
-            for child in children:
-                child.kill()
-        codes = [child.returncode for child in children]
-        assert dies or codes == [0] * ranks, said
+
+        def words(rank: int) -> list[object]:
+            last = [dies] if dies and rank == ranks - 1 else []
+            return [saved_pipe, told, answers[rank], *options, *last]
+
+        ended = run_ranks(SCRIPT, words, ranks)
+        codes = [code for code, _ in ended]
+        assert dies or codes == [0] * ranks, ended
         return [(code, json.loads(path.read_text()) if path.exists() else None) for code, path in zip(codes, answers, strict=True)]
 
     return call

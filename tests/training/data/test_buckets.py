@@ -1,10 +1,6 @@
 """Sizes that keep a picture's shape, and steps that show pictures of one size, drawn alike for any number of processes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +12,7 @@ from PIL import Image
 
 import tiny_engram
 from tests.pipelines.tiny.t5 import pixart
+from tests.ranks import run_ranks
 from tiny_engram.errors import ConfigError
 from tiny_engram.training import loop, objective, train
 from tiny_engram.training.data import bucket_of, bucket_sizes, scan_for
@@ -199,28 +196,9 @@ def test_two_processes_show_what_one_does(pipe, saved_pipe, recipe, shapes, tmp_
     told = {"buckets": True, "random_flip": True, "collages": 0, "max_train_steps": 3, "gradient_accumulation_steps": 2, "ema_decay": 0.0}
     two = recipe(**told, train_batch_size=1, output_dir=str(tmp_path / "two"))
     (tmp_path / "config.json").write_text(json.dumps(two.to_dict()))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
     script = Path(__file__).with_name("two_processes.py")
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(saved_pipe), str(rank)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [child.communicate(timeout=180)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], said
+    ended = run_ranks(script, lambda rank: (tmp_path, saved_pipe, rank), 2)
+    assert [code for code, _ in ended] == [0, 0], ended
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     AcceleratorState._reset_state(reset_partial_state=True)
     shown: list[int] = []
