@@ -40,8 +40,15 @@ def class_of(tiny: TinyPipeline) -> Any:
     return getattr(diffusers, family_named(tiny).pipelines[0])
 
 
-# Older releases of diffusers lack some.
-THERE = tuple(tiny for tiny in EVERY if hasattr(diffusers, family_named(tiny).pipelines[0]))
+def _is_there(tiny: TinyPipeline) -> bool:
+    """Older releases of diffusers lack some classes, or cannot import them beside newer releases of transformers."""
+    try:
+        return hasattr(diffusers, family_named(tiny).pipelines[0])
+    except RuntimeError:
+        return False
+
+
+THERE = tuple(tiny for tiny in EVERY if _is_there(tiny))
 
 
 def takes(tiny: TinyPipeline, name: str) -> bool:
