@@ -1,6 +1,6 @@
 """What training costs beside the field's own loops, on the embedded base.
 
-    python benchmarks/training.py steps         # benchmarks/results/training.json, section "steps"
+    python benchmarks/training.py steps [--device cuda]         # benchmarks/results/training.json, section "steps" or "steps, cuda"
 
 A step of ours, with rows at the encoder's output alone and by the default recipe, one of textual inversion with latents that were made
 before, and one of textual inversion and of DreamBooth with LoRA as diffusers' scripts do them: in turn, so that all see the same machine.
@@ -32,8 +32,8 @@ OURS = {"span": SPAN, "default": {}}
 CACHED, SHIPPED = 1.0, 0.8
 
 
-def the_pipeline() -> Any:
-    pipe = load_pipeline(device="cpu")
+def the_pipeline(device: str) -> Any:
+    pipe = load_pipeline(device=device)
     for part in (pipe.unet, pipe.vae, pipe.text_encoder):
         part.requires_grad_(False).eval()
     return pipe
@@ -73,10 +73,17 @@ def check_rivals(pipe: Any, loops: dict[str, Loop]) -> None:
     need(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a loop moved the base")
 
 
+def now() -> float:
+    """Seconds, after all that was launched is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def seconds_of(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    begin = now()
     action()
-    return time.perf_counter() - begin
+    return now() - begin
 
 
 def timed(pipe: Any, loops: dict[str, Loop], folder: Path, steps: int) -> dict[str, list[dict[str, float]]]:
@@ -84,23 +91,23 @@ def timed(pipe: Any, loops: dict[str, Loop], folder: Path, steps: int) -> dict[s
     found: dict[str, list[dict[str, float]]] = {}
     for name, changes in OURS.items():
         rounds: list[dict[str, float]] = []
-        last = time.perf_counter()
+        last = now()
 
         def after(step: int, loss: float, rounds: list[dict[str, float]] = rounds) -> None:
             nonlocal last
-            one = {"ours": time.perf_counter() - last} | {rival: seconds_of(loop) for rival, loop in loops.items()}
+            one = {"ours": now() - last} | {rival: seconds_of(loop) for rival, loop in loops.items()}
             if step > WARM_UP:
                 rounds.append(one)
-            last = time.perf_counter()
+            last = now()
 
         train(pipe, recipe(folder / name, steps + WARM_UP, BATCH, **changes), progress=False, on_step=after)
         found[name] = rounds
     return found
 
 
-def memory(name: str) -> int:
+def memory(name: str, device: str) -> int:
     """The most bytes of a process that runs one loop: three steps of a rival, or of ours; "base" loads the pipeline alone."""
-    pipe = the_pipeline()
+    pipe = the_pipeline(device)
     if name in OURS:
         with tempfile.TemporaryDirectory() as folder:
             train(pipe, recipe(Path(folder), 3, BATCH, **OURS[name]), progress=False)
@@ -111,8 +118,8 @@ def memory(name: str) -> int:
     return peak_bytes()
 
 
-def steps(count: int) -> None:
-    pipe = the_pipeline()
+def steps(count: int, device: str) -> None:
+    pipe = the_pipeline(device)
     loops = rivals(pipe)
     check_rivals(pipe, loops)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,8 +127,9 @@ def steps(count: int) -> None:
             check(pipe, Path(folder) / "check" / name, BATCH, **changes)
         found = timed(pipe, loops, Path(folder), count)
     names = [*OURS, *loops]
+    alone = [sys.executable, __file__, "memory", "--device", device]
     peaks = {
-        name: int(subprocess.run([sys.executable, __file__, "memory", name], check=True, capture_output=True, text=True).stdout.split()[-1])
+        name: int(subprocess.run([*alone, name], check=True, capture_output=True, text=True).stdout.split()[-1])
         for name in ("base", *names)
     }
     ratios = {
@@ -145,7 +153,13 @@ def steps(count: int) -> None:
             rows.append(row(f"{words[ours]} over {words[rival]}", f"{ratio:.3f}", target, met))
     rows += [row(f"peak memory, {words[name]}", f"{peaks[name] / 2**20:,.0f} MiB") for name in names]
     figures = {"rounds": found, "ratios": ratios, "seconds": seconds, "peak_bytes": peaks, "batch": BATCH, "side": SIDE}
-    record("training", "steps", figures=figures, rows=rows, packages=("diffusers", "transformers", "peft"))
+    record(
+        "training",
+        "steps" if device == "cpu" else f"steps, {device}",
+        figures=figures,
+        rows=rows,
+        packages=("diffusers", "transformers", "peft"),
+    )
 
 
 def main() -> None:
@@ -153,11 +167,12 @@ def main() -> None:
     parser.add_argument("what", choices=("steps", "memory"))
     parser.add_argument("name", nargs="?", default="base")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     if args.what == "memory":
-        print(memory(args.name))
+        print(memory(args.name, args.device))
     else:
-        steps(args.steps)
+        steps(args.steps, args.device)
 
 
 if __name__ == "__main__":
