@@ -18,7 +18,7 @@ from PIL import ImageOps
 from tiny_engram.concept import Concept
 from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.training import objective
-from tiny_engram.training.cache import CaptionStates, cache_captions, checked_places, encode_picture, find_places
+from tiny_engram.training.cache import CaptionBatch, CaptionStates, cache_captions, checked_places, encode_picture, find_places
 from tiny_engram.training.collages import draw_collages
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, bucket_of, bucket_sizes, fitted_mask, fitted_picture, open_picture, varied
@@ -69,6 +69,9 @@ class TrainingData:
     bucketed: bool = False
     share: float = 0.0
 
+    # of a batch; see `joint.JointData`
+    concepts = 1
+
     @property
     def taught(self) -> int:
         """How many pictures are no collages; they come first."""
@@ -98,6 +101,23 @@ class TrainingData:
         masked = any(weight is not None for weight in weights)
         whole = [torch.ones_like(mean[:1]) if weight is None else weight for mean, weight in zip(means, weights, strict=True)]
         return Latents(torch.stack(means), torch.stack(stds), torch.stack(whole) if masked else None)
+
+    def picks(self, draws: Sequence[objective.Draw], pictures: Sequence[int], dropout: float) -> list[int]:
+        """Which of `captions` each sample is shown with; `dropout` is the share of those that are cut down to the trigger."""
+        return [
+            # a collage's caption names both things: cut down to the trigger, it would be wrong
+            _choose(self.bare if picture < self.taught and drawn.drop < dropout else self.choices[picture], drawn.caption)
+            for drawn, picture in zip(draws, pictures, strict=True)
+        ]
+
+    def batch(self, draws: Sequence[objective.Draw], dropout: float) -> tuple[Latents, CaptionBatch]:
+        """What the samples show, and their captions."""
+        pictures = [self.picture(drawn) for drawn in draws]
+        return self.latents(draws, pictures), self.captions.batch(self.picks(draws, pictures, dropout))
+
+
+def _choose(items: list[int], share: float) -> int:
+    return items[int(share * len(items))]
 
 
 def least_step(pipe: Any, family: Any) -> int:

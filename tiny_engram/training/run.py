@@ -5,6 +5,7 @@ May import torch, checkpoints, concept and the parts of training below the loop.
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.optimizers import restore_numbers, told_numbers
 from tiny_engram.training.rows import ConceptRows
 
-__all__ = ["Run", "resume"]
+__all__ = ["Run", "changed_settings", "refuse_resume", "resume"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,14 @@ class Run:
         self.norms: tuple[float | None, ...] = ()
         self.measured: tuple[tuple[int, float], ...] = ()
         self.best: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
         self.keep()
 
     def follow(self, decay: float) -> None:
         """Move the running average; early steps count more, so that it forgets where it began."""
         decay = min(decay, (1 + self.step) / (10 + self.step))
-        for name, p in self.module.named_parameters():
-            self.average[name].lerp_(p.detach(), 1 - decay)
+        torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in self.module.parameters()], 1 - decay)
 
     def measure(self, loss: float) -> bool:
         """Note a validation loss of this step; is it the lowest so far?"""
@@ -86,10 +88,19 @@ class Run:
 
     def keep(self) -> None:
         """Remember the present state as that of the last whole step."""
-        tensors = {k: v.detach().clone() for k, v in self.tensors().items()}
+        tensors = {name: value.detach() for name, value in self._moving().items()}
+        place, steps = self._spare, [name for name in tensors if name.endswith(".step")]
+        if not tensors.keys() <= place.keys():
+            place = {name: torch.empty_like(value) for name, value in tensors.items()}
+        # Adam keeps its step count on the CPU: apart, each is one call
+        for names in ([name for name in tensors if name not in steps], steps):
+            if names:
+                torch._foreach_copy_([place[name] for name in names], [tensors[name] for name in names])
         state = {"step": self.step, "losses": self.losses, "norms": self.norms, "measured": self.measured}
         state |= {"optimizer": told_numbers(self.module, self.optimizer), "scaler": self.scaler.state_dict() if self.scaler else {}}
-        self.whole: tuple[dict[str, torch.Tensor], dict[str, Any]] = (tensors, state)
+        # into what was kept before the last time: an interrupt in between spoils neither
+        self._spare, self._kept = self._kept, place
+        self.whole: tuple[dict[str, torch.Tensor], dict[str, Any]] = (place | self._bests(), state)
 
     def back(self) -> None:
         """Return to the last whole step: an interrupt may fall between two lines that belong together."""
@@ -102,8 +113,14 @@ class Run:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Of each parameter "master.{name}", "average.{name}", "optimizer.{name}.{moment}", and "best.{name}" where there is a best;
         not copies."""
+        return self._moving() | self._bests()
+
+    def _bests(self) -> dict[str, torch.Tensor]:
+        """Which are never written to: a better one takes their place."""
+        return {f"best.{k}": v for k, v in self.best.items()}
+
+    def _moving(self) -> dict[str, torch.Tensor]:
         tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
-        tensors |= {f"best.{k}": v for k, v in self.best.items()}
         for name, p in self.module.named_parameters():
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         return tensors
@@ -135,16 +152,32 @@ class Run:
         self.keep()
 
 
-def resume(run: Run, folder: Path, config: TrainConfig) -> None:
-    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps, began at
-    another class word, has done more steps than are asked for, or has none left for settings that are others now."""
-    tensors, state = load_checkpoint(folder)
-    now, before = config.to_dict(), {**OLD_DEFAULTS, **state["config"]}
+def refuse_resume(folder: Path, step: int, before: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raises TinyEngramError if a checkpoint of this step, whose config was `before`, taught another trigger, other mounts or other maps,
+    began at another class word, or has done more steps than are asked for."""
+    now, before = config.to_dict(), {**OLD_DEFAULTS, **before}
     for told in (now, before):
         if not GROUPS.keys() & set(told.get("mounts") or ()):
             told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
     fields = ("trigger", "aliases", "mounts", "class_word", *OLD_DEFAULTS)
-    refuse_another_run(folder, state["step"], config.max_train_steps, [(field, before.get(field), now[field]) for field in fields])
-    tell_other_settings(folder, state["step"], before, now, _TOLD)
+    refuse_another_run(folder, step, config.max_train_steps, [(field, before.get(field), now[field]) for field in fields])
+
+
+def changed_settings(before: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """Names of what a run would be taught with that is another now than in `before`, a config as JSON; what that lacks is not compared."""
+    now = config.to_dict()
+    names = ("trigger", "aliases", "mounts", "class_word", "rho", "context_rho", *OLD_DEFAULTS, *_TOLD, "companions", "collage_pictures")
+    changed = [name for name in dict.fromkeys(names) if name in before and before[name] != now[name]]
+    folder = before.get("train_data_dir")
+    same = not isinstance(folder, str) or Path(folder).resolve() == Path(config.train_data_dir).resolve()
+    return changed if same else ["train_data_dir", *changed]
+
+
+def resume(run: Run, folder: Path, config: TrainConfig) -> None:
+    """Take up the run of a checkpoint. Raises TinyEngramError as `refuse_resume` does, or if none is left of its steps for settings that
+    are others now."""
+    tensors, state = load_checkpoint(folder)
+    refuse_resume(folder, state["step"], state["config"], config)
+    tell_other_settings(folder, state["step"], {**OLD_DEFAULTS, **state["config"]}, config.to_dict(), _TOLD)
     run.restore(tensors, state)
     logger.info("resumed from %s", folder)
