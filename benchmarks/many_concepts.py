@@ -171,5 +171,7 @@ def manifest(
         longer = concepts * (mean + more * one[1]) / (whole + groups * more * many[1])
         figures["ratio_of_300_steps"] = longer
         rows.append(row(f"the same of {MOST_STEPS} steps, reckoned from two short runs of each", f"{longer:.2f}"))
-    record("training", "manifest" if device == "cpu" else f"manifest, {device.partition(':')[0]}", figures=figures, rows=rows, packages=("diffusers", "transformers", "accelerate"))
+    kind = device.partition(":")[0]
+    section = "manifest" if kind == "cpu" else f"manifest, {kind}"
+    record("training", section, figures=figures, rows=rows, packages=("diffusers", "transformers", "accelerate"))
     print(*(f"{each['measure']}: {each['figure']} {each['target']}" for each in rows), sep="\n")
