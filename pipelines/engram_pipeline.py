@@ -63,6 +63,8 @@ class EngramPipeline:
             raise TinyEngramError(
                 f"concepts is {str(concepts)[:60]}, expected one or a list of them: a Concept, a file, a folder or a Hub id"
             )
+        if near := [f"{name}s" for name in options if f"{name}s" in ("concepts", "strengths", "names")]:  # diffusers would ignore them
+            raise TinyEngramError(f"from_pretrained takes no option {near[0][:-1]!r}; did you mean {near[0]!r}?")
         given = [concepts] if isinstance(concepts, (Concept, str, PathLike, Mapping)) else list(concepts)
         factors = _one_each(1.0 if strengths is None else strengths, len(given), "strengths")
         own_names = _one_each(None if names is None else [names] if isinstance(names, str) else names, len(given), "names")

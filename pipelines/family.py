@@ -30,6 +30,15 @@ SECOND_PROMPTS = ("prompt_2", "prompt_3")
 WITH_MASKS = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
 
 
+def _check(right: object, what: str, value: object, expected: str) -> None:
+    if not right:
+        raise TinyEngramError(f"{what} is {str(value)[:60]!r}, expected {expected}")
+
+
+def _several(values: object, kind: type) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) and all(isinstance(value, kind) for value in values)
+
+
 def text_as_given(pipe: Any, text: str) -> str:
     """For pipelines that hand the prompt to the tokenizer as it is."""
     return text
@@ -65,6 +74,14 @@ class EncoderSpec:
     window: Callable[[Any], int] | None = None
     offset: int = 0
     lower_case: bool = False
+
+    def __post_init__(self) -> None:
+        where = "EncoderSpec"
+        for what in ("role", "encoder", "tokenizer"):
+            _check(isinstance(value := getattr(self, what), str) and value, f"{where}.{what}", value, "a name")
+        where = f"EncoderSpec({self.role!r})"
+        _check(callable(self.text), f"{where}.text", self.text, "a function (pipe, prompt) -> text")
+        _check(self.window is None or callable(self.window), f"{where}.window", self.window, "a function such as lambda pipe: 77, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +169,11 @@ def encode_by_signature(
         # a copy: some pipelines write into the list
         given = pipe.encode_prompt(list(texts), **options)
         given = given if isinstance(given, tuple) else (given,)
+        if len(given) != len(returns):
+            raise TinyEngramError(
+                f"encode_prompt of {type(pipe).__name__} gives {len(given)} values, and Family.returns names {len(returns)} "
+                f"({', '.join(returns)}); name all of them in order, with '_' in front of those that pipe(...) does not take"
+            )
         named = {name: value for name, value in zip(returns, given, strict=True) if not name.startswith("_")}
         # an empty list stands for no negative prompt
         return {name: value for name, value in named.items() if value is not None and not (isinstance(value, list) and not value)}
@@ -169,6 +191,11 @@ def cleans_captions() -> bool:
 
 def single_states(pipe: Any, embeds: Mapping[str, Any], role: str) -> dict[str, Any]:
     """The prompt embeds of pipelines that read one encoder's states alone."""
+    if "prompt_embeds" not in embeds:
+        raise TinyEngramError(
+            f"encode_prompt of {type(pipe).__name__} gave {', '.join(sorted(embeds)) or 'nothing'} and no 'prompt_embeds'; "
+            "check the order of Family.returns, or say in Family.consumed what the denoiser reads"
+        )
     return {role: embeds["prompt_embeds"]}
 
 
@@ -217,6 +244,18 @@ class Family:
     refuses: Mapping[str, str] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
     predicts: Callable[[Any, Any, Any, Any, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TinyEngramError for a field of another type, and for two encoders of one role."""
+        _check(isinstance(self.name, str) and self.name, "Family.name", self.name, "a name")
+        where = f"Family({self.name!r})"
+        for what in ("pipelines", "returns", "denoisers"):
+            value = getattr(self, what)
+            _check(_several(value, str), f"{where}.{what}", value, "a tuple of names; of one name it is ('name',)")
+        expected = "a tuple of at least one EncoderSpec, each with a role of its own"
+        _check(_several(self.encoders, EncoderSpec) and self.encoders, f"{where}.encoders", self.encoders, expected)
+        roles = [spec.role for spec in self.encoders]
+        _check(len(set(roles)) == len(roles), f"roles of {where}.encoders", ", ".join(roles), expected)
 
     @property
     def denoiser(self) -> str:

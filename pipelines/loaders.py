@@ -1,6 +1,7 @@
 """Loading a base: the embedded one of a checkout, or any folder or hub id that diffusers reads. Imports diffusers when called."""
 
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -63,16 +64,20 @@ def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "flo
         with _without_bars(diffusers_logging, transformers_logging):
             pipe = DiffusionPipeline.from_pretrained(str(model), **{_dtype_option(DiffusionPipeline): getattr(torch, name)}, **options)
     except Exception as error:  # damaged folders make the loaders raise anything, SafetensorError and AttributeError included
-        reason = " ".join(str(error).split())[:200]
-        raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({reason}); expected a diffusers folder or hub id") from error
+        expected = f"expected a diffusers folder or hub id, or an embedded base ({', '.join(EMBEDDED_BASES)})"
+        raise TinyEngramError(f"model {str(model)!r} cannot be loaded ({_reason(error)}); {expected}") from error
     if placed:
         return pipe
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return pipe.to(device)
     except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TinyEngramError(f"device {str(device)!r} cannot be used ({reason}); expected cpu, or cuda where there is a GPU") from error
+        raise TinyEngramError(f"device {str(device)!r} cannot be used ({_reason(error)}); expected cpu, or cuda where there is a GPU") from error
+
+
+def _reason(error: Exception) -> str:
+    """An error of others in one line, which ends between two words."""
+    return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
 def _dtype_option(pipeline: Any) -> str:

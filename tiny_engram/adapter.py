@@ -6,6 +6,7 @@ May import everything below it; pipelines/families.py says what a pipeline consi
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from os import PathLike
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
@@ -67,10 +68,16 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     family: a `tiny_engram.pipelines.family.Family` that describes the pipeline; None takes the one that its class belongs to.
 
     Raises:
-        TinyEngramError: unknown kind of pipeline, no text encoder, or an adapter is there already (also through a shared encoder).
+        TinyEngramError: unknown kind of pipeline, no text encoder, a family that does not describe it, or an adapter is there already (also through a shared encoder).
         MountError: the probe found an encoder whose states do not reach the denoiser.
     """
     families = import_module("tiny_engram.pipelines.families")
+    if isinstance(pipe, (str, PathLike)):
+        raise TinyEngramError(
+            f"pipe is {str(pipe)!r}, expected a pipeline that is loaded; EngramPipeline.from_pretrained loads one by its folder or Hub id"
+        )
+    if family is not None:
+        families.check_family(family)
     family = family or families.family_of(pipe)
     if family is None:
         raise TinyEngramError(
@@ -80,6 +87,11 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     if all(getattr(pipe, spec.encoder, None) is None for spec in family.encoders):
         raise TinyEngramError(
             f"this {type(pipe).__name__} has no text encoder ({', '.join(s.encoder for s in family.encoders)}); load one first"
+        )
+    if family.denoisers and not any(hasattr(pipe, name) for name in family.denoisers):
+        raise TinyEngramError(
+            f"{type(pipe).__name__} has none of the denoisers of family {family.name!r} ({', '.join(family.denoisers)}); "
+            "name the pipeline's own in Family(denoisers=...)"
         )
     for attribute in (*(spec.encoder for spec in family.encoders), *family.denoisers):
         if getattr(pipe, attribute, None) is not None:

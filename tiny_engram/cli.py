@@ -194,6 +194,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    if args.folder.is_file():
+        raise TinyEngramError(f"{args.folder}: is a file, expected a folder of concept files; inspect tells what one file holds")
     if not args.folder.is_dir():
         raise TinyEngramError(f"{args.folder}: no such folder; expected a folder of concept files")
     entries: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """One concept: its trigger, the quantised rows and gates per encoder role and mount, its maps, and where they came from.
 
-May import config, triggers, concept_rows (which holds rows and maps), concept_layout and concept_file (which hold the file format). A
-concept knows no addresses: rows are kept in (variant group, position, n, head) order and get their addresses when they are loaded.
+May import config, triggers, mount_names, concept_rows (which holds rows and maps), concept_layout and concept_file (which hold the file
+format). A concept knows no addresses: rows are kept in (variant group, position, n, head) order and get their addresses when they are loaded.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from tiny_engram.concept_layout import describe_config, describe_role, format_of
 from tiny_engram.concept_rows import MapFactors, MountRows, RoleRows, untrained_maps
 from tiny_engram.config import SPAN, ConceptConfig
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.mount_names import describe_mounts
 from tiny_engram.triggers import CompiledTrigger
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class Concept:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     untrained: tuple[str, ...] = ()
     thumbnail: str | None = None
+
+    def __repr__(self) -> str:
+        """One line: what it fires on and where it has rows, without their values."""
+        places = "; ".join(f"{role}: {describe_mounts(tuple(place.mounts)) or 'maps'}" for role, place in self.roles.items())
+        also = f", aliases={list(self.aliases)}" if self.aliases else ""
+        return f"Concept({self.name!r}, trigger={self.trigger!r}{also}, base={self.base!r}, rows at {places}, {self.nbytes:,} bytes)"
 
     @classmethod
     def new(
@@ -95,11 +102,13 @@ class Concept:
         """A copy whose rows at one mount are these masters, quantised.
 
         rows float32 `[positions, columns, head_dim]`, gain and bias float32 `[positions]`; rho None keeps the present one.
-        Raises TinyEngramError for another shape, an unknown role or mount, or values that are not finite.
+        Raises TinyEngramError for no tensor, another shape, an unknown role or mount, or values that are not finite.
         """
         old = self.mount_rows(role, mount)
         expected = {"rows": list(old.payload.shape), "gain": list(old.gain.shape), "bias": list(old.bias.shape)}
         for what, tensor in {"rows": rows, "gain": gain, "bias": bias}.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TinyEngramError(f"{what} of {self.name!r} is a {type(tensor).__name__}, expected a tensor {expected[what]}")
             if list(tensor.shape) != expected[what]:
                 raise TinyEngramError(f"{what} of {self.name!r} have shape {list(tensor.shape)}, expected {expected[what]}")
             if not bool(torch.isfinite(tensor).all()):

@@ -69,7 +69,9 @@ class LoadedConcepts:
             self[name]
 
     def free_name(self, name: str, rename: bool) -> str:
-        """The name, or with `rename` the first free one of "name-2" and so on. Raises TinyEngramError if it is taken."""
+        """The name, or with `rename` the first free one of "name-2" and so on. Raises TinyEngramError if it is taken, or no text."""
+        if not isinstance(name, str):
+            raise TinyEngramError(f"name is {str(name)[:60]}, expected text")
         if name not in self._entries:
             return name
         if not rename:

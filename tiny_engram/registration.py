@@ -19,6 +19,7 @@ __all__ = ["NearMiss", "RegistrationReport", "RoleReport", "cleaning_warnings", 
 
 MOST_WORDS = 8
 SENTENCE = "a photo of {} on a table"
+UNRELATED = "qqqq"  # a word that holds no trigger of ordinary words
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,10 @@ def words_around(trigger: str, tokenizer: Any) -> list[str]:
     return sorted(found - {lowered, lowered + "s"}, key=lambda w: (len(w), w))[:MOST_WORDS]
 
 
-def near_miss(word: str, ids: list[int], compiled: CompiledTrigger, index: TriggerIndex) -> NearMiss:
-    """Whether a word calls the trigger, and why: `ids` are those of a prompt with the word, `index` holds the trigger alone."""
-    if len(index.match([ids])):
+def near_miss(word: str, ids: list[int], compiled: CompiledTrigger, index: TriggerIndex, around: int = 0) -> NearMiss:
+    """Whether a word calls the trigger, and why: `ids` are those of a prompt with the word, `index` holds the trigger alone, and `around`
+    counts how often the rest of the prompt calls it."""
+    if len(index.match([ids])) > around:
         # "trigger's" and "re-trigger" hold the trigger as a word of its own.
         inside = re.search(rf"(?<!\w){re.escape(compiled.text)}(?!\w)", word, re.IGNORECASE)
         return NearMiss(word, True, "holds the trigger as a word of its own" if inside else "has the same token ids")
@@ -137,7 +139,12 @@ def near_misses(compiled: CompiledTrigger, tokenizer: Any, store: ConceptStore, 
     index.add("trigger", compiled)
     known = {s.lower() for s in compiled.spellings}
     words = [w for w in [*close_spellings(compiled.text), *words_around(compiled.text, tokenizer)] if w.lower() not in known]
-    return [near_miss(w, tokenizer(given(SENTENCE.format(w)), add_special_tokens=True).input_ids, compiled, index) for w in words]
+
+    def ids(word: str) -> list[int]:
+        return tokenizer(given(SENTENCE.format(word)), add_special_tokens=True).input_ids
+
+    around = len(index.match([ids(UNRELATED)]))  # "a" and "photo" stand in the sentence itself
+    return [near_miss(word, ids(word), compiled, index, around) for word in words]
 
 
 def mode_warnings(role: str, mounts: Collection[str]) -> list[str]:

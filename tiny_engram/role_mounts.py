@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tiny_engram.boundaries import EdgeTables, backend_of, special_ids
-from tiny_engram.config import ConceptConfig
+from tiny_engram.config import POOLED, SPAN, ConceptConfig
 from tiny_engram.context_plan import ContextLayout, Reading
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.deep_mounts import encoder_layers
@@ -238,9 +238,16 @@ def norm_of(encoder: Any, path: str) -> Any:
 
 
 def width_of(encoder: Any) -> int:
-    """Width of a text encoder's states: of one of pictures and text, those of the text."""
-    config = encoder.config
-    return int((config.get_text_config() if hasattr(config, "get_text_config") else config).hidden_size)
+    """Width of a text encoder's states: of one of pictures and text, those of the text. Raises TinyEngramError if it does not say."""
+    config = getattr(encoder, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = getattr(config, "hidden_size", None)
+    if width is None:
+        raise TinyEngramError(
+            f"{type(encoder).__name__} has no hidden_size in its config, expected a text encoder of transformers; "
+            "does EncoderSpec(encoder=...) name the right attribute?"
+        )
+    return int(width)
 
 
 def asked_of(
@@ -252,8 +259,10 @@ def asked_of(
     refuses: mode -> why the family does not have it.
 
     Raises:
-        TinyEngramError: mounts or maps that the pipeline does not have.
+        TinyEngramError: no ConceptConfig; mounts or maps that the pipeline does not have; nothing at an encoder whose states are read.
     """
+    if not isinstance(config, ConceptConfig):
+        raise TinyEngramError(f"config is {str(config)[:60]!r}, expected a ConceptConfig such as ConceptConfig(mounts=('span',))")
     for mode, why in (refuses or {}).items():
         if any(one == mode or one.startswith(f"{mode}.") or mode == "context" and one in GROUPS for one in config.mounts):
             raise TinyEngramError(f"mounts {list(config.mounts)} ask for {mode!r}, which this pipeline does not have: {why}")
@@ -268,4 +277,10 @@ def asked_of(
     ordered = {role: tuple(m for m in mount.store.mounts if m in set(chosen[role])) for role, mount in mounts.items()}
     ranks = {"attention": config.attention_rank, "feedforward": config.feedforward_rank}
     able = {role: mount for role, mount in mounts.items() if mount.store.maps} or dict(list(mounts.items())[:1])
-    return ordered, {role: choose_maps(mount.store.maps, role=role, **ranks) if role in able else {} for role, mount in mounts.items()}
+    maps = {role: choose_maps(mount.store.maps, role=role, **ranks) if role in able else {} for role, mount in mounts.items()}
+    if bare := [role for role, mount in mounts.items() if not ordered[role] and not maps[role] and POOLED not in mount.store.mounts]:
+        raise TinyEngramError(
+            f"mounts {list(config.mounts)} ask for nothing at {', '.join(bare)}, expected rows or maps at every encoder whose states are "
+            f"read; ask for {list(dict.fromkeys((SPAN, *config.mounts)))}"
+        )
+    return ordered, maps

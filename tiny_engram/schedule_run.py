@@ -153,8 +153,8 @@ class ScheduleRun(HookSet):
         if linear:
             if steps is None:
                 raise TinyEngramError(
-                    f"the schedule of concept {linear[0]!r} is linear, so its prompts are encoded once for each step: say how many are run "
-                    "with steps=..., which of image to image are fewer than num_inference_steps"
+                    f"the schedule of concept {linear[0]!r} is linear, so its prompts are encoded once for each step: say how many with "
+                    "num_inference_steps=..., or with steps=... where fewer of them are run, as in image to image"
                 )
             shares = {step / steps for step in range(steps)}
         keys = {self._key(names, 0.0)}
