@@ -72,12 +72,14 @@ def load_pipeline(model: str | PathLike[str] | None = None, *, dtype: Any = "flo
     try:
         return pipe.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise TinyEngramError(f"device {str(device)!r} cannot be used ({_reason(error)}); expected cpu, or cuda where there is a GPU") from error
+        raise TinyEngramError(
+            f"device {str(device)!r} cannot be used ({_reason(error)}); expected cpu, or cuda where there is a GPU"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
     """An error of others in one line, which ends between two words."""
-    return textwrap.shorten(str(error), 400, placeholder=" ...")
+    return textwrap.shorten(str(error), 240, placeholder=" ...")
 
 
 def _dtype_option(pipeline: Any) -> str:

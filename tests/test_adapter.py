@@ -332,6 +332,14 @@ def test_register_reports_and_changes_nothing(tiny, adapter, pipe):
     assert "tasks" in {n.text for n in adapter.register("sks").roles["clip_l"].near_misses}
 
 
+@pytest.mark.parametrize("trigger", ["a", "photo", "table"])
+def test_near_misses_agree_with_what_explain_says(adapter, trigger):
+    seen = {n.text: n.fires for n in adapter.register(trigger).roles["clip_l"].near_misses}
+    assert not seen[trigger + "ish"] and not seen["x" + trigger] and seen[trigger + "'s"]
+    adapter.load_concept(adapter.new_concept(trigger))
+    assert {word: bool(adapter.explain(f"some {word} here").fired) for word in seen} == seen
+
+
 def test_a_plain_pipeline_is_a_plain_pipeline(pipe):
     assert type(pipe) is StableDiffusionPipeline and not pipe.text_encoder._forward_hooks
 

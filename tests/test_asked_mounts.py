@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 
+import tiny_engram
+from tests.pipelines.tiny import flux
 from tiny_engram.concept import Concept, MapFactors
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
@@ -36,6 +38,23 @@ def test_what_the_pipeline_cannot_hold_is_refused(adapter):
             with pytest.raises(TinyEngramError, match=expected) as caught:
                 ask("zqx bolo", config=config)
             assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_config_is_a_config(adapter):
+    for ask in (adapter.new_concept, adapter.register):
+        with pytest.raises(TinyEngramError, match=r"^config is .*, expected a ConceptConfig such as"):
+            ask("zqx bolo", config={"mounts": ("span",)})
+
+
+def test_pooled_rows_alone_leave_the_other_encoder_without(request):
+    pipe = flux.flux()
+    adapter = tiny_engram.attach(pipe)
+    request.addfinalizer(adapter.detach)
+    for ask in (adapter.new_concept, adapter.register):
+        with pytest.raises(TinyEngramError, match=r"ask for nothing at t5, .*; ask for \['span', 'pooled'\]$"):
+            ask("zqx", config=ConceptConfig(mounts=("pooled",)))
+    adapter.load_concept(adapter.new_concept("zqx", config=ConceptConfig(mounts=("span", "pooled"))))
+    assert {prompt.role for prompt in adapter.explain("a zqx").prompts if prompt.fired} == {"t5", "clip_l"}
 
 
 def test_the_report_counts_maps(tiny, adapter):

@@ -279,8 +279,18 @@ def test_rows_of_another_shape_role_or_value_are_refused(make):
     ]:
         with pytest.raises(TinyEngramError, match=expected):
             concept.with_rows(role, rows, gain, old.bias)
+    for wrong, kind in ((old.rows().numpy(), "ndarray"), ([[1.0]], "list")):
+        with pytest.raises(TinyEngramError, match=f"rows of 'cat-toy' is a {kind}, expected a tensor \\[3, 4, 32\\]"):
+            concept.with_rows("clip_l", wrong, old.gain, old.bias)
     with pytest.raises(TinyEngramError, match="no mount 'deep'"):
         concept.mount_rows("clip_l", "deep")
+
+
+def test_shown_in_one_line_without_its_values(make):
+    concept = make()
+    shown = repr(concept)
+    assert shown.startswith("Concept('cat-toy', trigger='cat-toy'") and "\n" not in shown and "tensor" not in shown
+    assert shown.endswith(f"rows at clip_l: span, {concept.nbytes:,} bytes)")
 
 
 def test_a_new_concept_is_all_zero_but_its_gates(make):

@@ -68,7 +68,8 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     family: a `tiny_engram.pipelines.family.Family` that describes the pipeline; None takes the one that its class belongs to.
 
     Raises:
-        TinyEngramError: unknown kind of pipeline, no text encoder, a family that does not describe it, or an adapter is there already (also through a shared encoder).
+        TinyEngramError: unknown kind of pipeline, no text encoder, a family that does not describe it, or an adapter is there
+            already (also through a shared encoder).
         MountError: the probe found an encoder whose states do not reach the denoiser.
     """
     families = import_module("tiny_engram.pipelines.families")

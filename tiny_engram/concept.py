@@ -1,7 +1,7 @@
 """One concept: its trigger, the quantised rows and gates per encoder role and mount, its maps, and where they came from.
 
 May import config, triggers, mount_names, concept_rows (which holds rows and maps), concept_layout and concept_file (which hold the file
-format). A concept knows no addresses: rows are kept in (variant group, position, n, head) order and get their addresses when they are loaded.
+format). A concept knows no addresses: rows are kept in (variant group, position, n, head) order and get theirs when they are loaded.
 """
 
 import dataclasses

@@ -239,7 +239,7 @@ def norm_of(encoder: Any, path: str) -> Any:
 
 def width_of(encoder: Any) -> int:
     """Width of a text encoder's states: of one of pictures and text, those of the text. Raises TinyEngramError if it does not say."""
-    config = getattr(encoder, "config", None)
+    config: Any = getattr(encoder, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = getattr(config, "hidden_size", None)
     if width is None:

@@ -155,7 +155,7 @@ def _batch(
     if not isinstance(concepts, (Concept, str, PathLike, Sequence)):
         raise TinyEngramError(f"concepts is {str(concepts)[:60]}, expected one or a list of them: a Concept, a file or a folder")
     if isinstance(pictures, (str, PathLike)) or not isinstance(pictures, Sequence):
-        raise TinyEngramError(f"pictures is {str(pictures)[:60]!r}, expected a list of files, or of (file, prompt)")
+        raise TinyEngramError(f"pictures is {str(pictures)!r}, expected a list of files, or of (file, prompt)")
     given = [concepts] if isinstance(concepts, (Concept, str, PathLike)) else list(concepts)
     items = [item for each in given for item in _items(each)]
     if not items:

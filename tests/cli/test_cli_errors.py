@@ -68,6 +68,7 @@ def test_bad_concept_files(refused, tiny, adapter, concept_file, tmp_path):
     refused(r"nowhere\.safetensors: does not exist", "generate", "--concept", "nowhere.safetensors", "--prompt", "a zqx")
     refused(r"holds 7 files to choose from \(cut.safetensors, .*\); name one", "inspect", tmp_path)
     refused("nowhere: no such folder", "list", "nowhere")
+    refused("other.safetensors: is a file, expected a folder of concept files; inspect tells", "list", "other.safetensors")
     refused(r"a b\.safetensors: does not exist", "inspect", "a\nb.safetensors")  # one line, whatever is in the name
 
 

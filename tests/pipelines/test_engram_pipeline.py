@@ -124,6 +124,9 @@ def test_what_is_asked_for_wrongly(attached, saved_pipe, made):
     refused("dtype 'int8', expected float32", saved_pipe, dtype="int8")
     refused("'cpu' and device_map 'balanced' are both given, expected one", saved_pipe, device="cpu", device_map="balanced")
     refused("'.*nowhere' cannot be loaded", saved_pipe / "nowhere")
+    refused("takes no option 'concept'; did you mean 'concepts'", saved_pipe, concept=concepts["zqx"])
+    refused("takes no option 'strength'; did you mean 'strengths'", pipe, concepts["zqx"], strength=0.5)
+    refused("name is 4, expected text", pipe, concepts["zqx"], names=[4])
     with pytest.raises(TinyEngramError, match="EngramPipeline is not made itself"):
         EngramPipeline()
 

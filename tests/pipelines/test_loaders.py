@@ -47,6 +47,7 @@ def refused(words: str, *args, **kwargs) -> None:
 def test_no_such_model(tmp_path):
     for model in (tmp_path / "nowhere", "no-such-user/no-such-model", "a/b/c", ""):
         refused("cannot be loaded .*expected a diffusers folder or hub id", model)
+    refused(r"\.\.\.\); expected .* or an embedded base \(emoji-sd, emoji-pixart\)", "emoji-pixxart")  # the reason is cut between words
     (tmp_path / "empty").mkdir()
     refused("empty' cannot be loaded", tmp_path / "empty")
 

@@ -137,7 +137,7 @@ def test_a_slope_has_a_strength_for_each_step(name, tiny):
     adapter.set_schedule("vortex", [(0.0, 1.0), (1.0, 0.0)], interpolation="linear")
     assert torch.equal(picture(tiny_pipeline, pipe, **adapter.scheduled(**run, num_inference_steps=STEPS)), hand)
     assert torch.equal(picture(tiny_pipeline, pipe, **adapter.scheduled(**run, steps=STEPS)), hand)
-    with pytest.raises(TinyEngramError, match="schedule of concept 'vortex' is linear, .*steps="):
+    with pytest.raises(TinyEngramError, match="schedule of concept 'vortex' is linear, .*num_inference_steps=..., or with steps="):
         adapter.scheduled(**run)
     with pytest.raises(TinyEngramError, match="this run has 4 steps, .*give steps=4"):
         picture(tiny_pipeline, pipe, **adapter.scheduled(**run, steps=7))
