@@ -141,6 +141,7 @@ PIXART = Family(
     # none, with a warning for each call.
     call={"use_resolution_binning": False, "clean_caption": cleans_captions()},
     predicts=pixart_prediction,
+    plain=True,
 )
 
 AURAFLOW = Family(

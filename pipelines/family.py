@@ -203,6 +203,8 @@ class Family:
             latents; with flow matching the way from picture to noise. A frame is height and width of the picture as it was found, top and
             left edge of the crop in it once scaled, height and width of the crop. None: concepts cannot be taught on this family.
         latents: (pipe, pixels) -> mean and deviation of the latents, the other way round than the pipeline decodes them.
+        plain: does the last state of its one encoder, of a prompt filled up to the window, reach the denoiser as it is? Then captions of a
+            run are encoded many at a time, and rows at `input` run the encoder again no further than to the trigger.
         patch: side of the square of latents that is one place for the denoiser; None where its config's `patch_size` says so.
         untaught: why concepts cannot be taught, in words; for families without `predicts`.
     """
@@ -224,6 +226,7 @@ class Family:
     call: Mapping[str, Any] = field(default_factory=dict)
     predicts: Callable[[Any, Any, Any, Mapping[str, Any], Any], Any] | None = None
     latents: Callable[[Any, Any], tuple[Any, Any]] = scaled
+    plain: bool = False
     patch: int | None = None
     untaught: str = "nobody has described yet how it is taught"
 

@@ -58,6 +58,7 @@ STABLE_DIFFUSION = Family(
     attentions=unet_attentions,
     projected=False,
     predicts=unet_prediction,
+    plain=True,
 )
 
 STABLE_DIFFUSION_XL = Family(

@@ -69,7 +69,7 @@ def test_a_step_of_teaching_is_the_bench_s(base, adapter, run, taught, product, 
     ours = Ours(base, [run("ours", "disc", **options)])
     config = settings(**product)
     start = loop._start(adapter, config)
-    module = loop._module(adapter, start, ROLE, config)
+    module = loop._module(adapter, start, config)
     for what, pairs in paired(ours, module).items():
         for mine, theirs in pairs:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3 if what == "maps" else 1e-5)

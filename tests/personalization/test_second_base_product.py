@@ -58,7 +58,7 @@ def test_a_step_of_teaching_is_the_bench_s(subjects, run, product, options):
     config = TrainConfig(**given)
     adapter = tiny_engram.attach(base.pipe)
     start = loop._start(adapter, config)
-    module = loop._module(adapter, start, ROLE, config)
+    module = loop._module(adapter, start, config)
     for mine, theirs in paired(ours, module):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
     assert module.rows[0].ne(0).any()

@@ -64,7 +64,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     options = config(**ALL)
     adapter = tiny_engram.attach(pipe)
     start = loop._start(adapter, options)
-    module = loop._module(adapter, start, ROLE, options)
+    module = loop._module(adapter, start, options)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)

@@ -7,7 +7,7 @@ ever sees them. May import everything in tiny_engram but pipelines and cli.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from tiny_engram.adapter import attach, find_adapter
+from tiny_engram.adapter import attach, find_adapter, taught_families
 from tiny_engram.checkpoints import PREFIX, find_checkpoint, list_checkpoints
 from tiny_engram.concept import Concept
+from tiny_engram.config import ENCODER_MOUNTS
 from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
@@ -34,6 +35,7 @@ from tiny_engram.training.data import report, scan_for
 from tiny_engram.training.metrics import step_metrics
 from tiny_engram.training.optimizers import make_optimizer
 from tiny_engram.training.prepared import TrainingData, prepare
+from tiny_engram.training.role_rows import RoleRows, make_rows
 from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.run import Run, resume
 from tiny_engram.training.run_files import VALIDATION, RunFiles
@@ -43,6 +45,9 @@ from tiny_engram.training.validation_loss import ValidationLoss
 __all__ = ["TrainResult", "denoising_loss", "train"]
 
 logger = logging.getLogger(__name__)
+
+# Of the only role, or by role.
+Contexts = ContextMounts | Mapping[str, ContextMounts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +67,12 @@ def _choose(items: list[int], share: float) -> int:
 
 
 def denoising_loss(
-    pipe: Any, module: nn.Module, contexts: ContextMounts, data: TrainingData, draws: list[objective.Draw], config: TrainConfig
+    pipe: Any, module: nn.Module, contexts: Contexts, data: TrainingData, draws: list[objective.Draw], config: TrainConfig
 ) -> torch.Tensor:
     """Weighted squared error (a scalar) of one batch, whose every choice is in `draws`.
 
-    `module` is a ConceptRows or what Accelerate made of it; `contexts`, whose hooks are held, brings its context mounts and its maps to
-    the denoiser.
+    `module` is a ConceptRows, a RoleRows or what Accelerate made of it; `contexts`, of its one role or by role, whose hooks are held, bring
+    its context mounts and its maps to the denoiser.
     """
     pictures = [data.picture(drawn) for drawn in draws]
     picks = [
@@ -76,22 +81,38 @@ def denoising_loss(
         for drawn, picture in zip(draws, pictures, strict=True)
     ]
     shown = data.latents(draws, pictures)
-    device, dtype = shown.means.device, getattr(pipe, data.family.denoiser).dtype
-    timesteps = objective.timesteps_for(pipe.scheduler, [drawn.timestep for drawn in draws], config)
+    denoiser, device = getattr(pipe, data.family.denoiser), shown.means.device
+    dtype, size = denoiser.dtype, (shown.means.shape[-2], shown.means.shape[-1])
+    patch = data.family.patch or getattr(denoiser.config, "patch_size", None)
+    places = size[0] * size[1] // (patch if isinstance(patch, int) else 1) ** 2
+    timesteps = objective.timesteps_for(pipe.scheduler, [drawn.timestep for drawn in draws], config, places)
     at_step = [int(timestep) for timestep in timesteps.tolist()]
     timesteps = timesteps.to(device)
     noise = torch.stack([objective.noise_for(drawn, (2, *shown.means.shape[1:]), config.noise_offset) for drawn in draws]).to(device)
     latents = shown.means + shown.stds * noise[:, 1]
     noisy = objective.add_noise(pipe.scheduler, latents, noise[:, 0], timesteps)
     captions = data.captions.batch(picks)
-    states, read, factors = module(captions, at_step, dtype)
+    parts = captions.parts
+    if len(parts) == 1:
+        ((role, part),) = parts.items()
+        told = {role: module(part, at_step, dtype)}
+    else:
+        told = module(parts, at_step, dtype)
     # under mixed precision Accelerate turns a module's output into float32
-    states = states.to(dtype)
-    read = read if isinstance(read, GivenRows) else {name: context.to(dtype) for name, context in read.items()}
-    maps = GivenMaps(captions.fired.to(device), factors) if factors else None
-    with contexts.giving(states, read, maps):
+    embeds = captions.embeds({role: states.to(dtype) for role, (states, *_) in told.items()})
+    first = embeds[next(iter((data.family.given or {"encoder_hidden_states": "prompt_embeds"}).values()))]
+    frames = data.framed(pictures, (size[0] * pipe.vae_scale_factor, size[1] * pipe.vae_scale_factor)).to(device)
+    own = {role: contexts[role] if isinstance(contexts, Mapping) else contexts for role in told}
+    for role, (*_, factors) in told.items():
+        if factors:
+            own[role].hold_maps()
+    with ExitStack() as giving:
+        for role, (_, read, factors) in told.items():
+            read = read if isinstance(read, GivenRows) else {name: context.to(dtype) for name, context in read.items()}
+            maps = GivenMaps(parts[role].fired.to(device), factors) if factors else None
+            giving.enter_context(own[role].giving(first[0] if isinstance(first, list) else first, read, maps))
         # some denoisers say the noise's variance too, in channels behind
-        predicted = data.family.predicts(pipe, noisy.to(dtype), timesteps, states, captions.mask)[:, : latents.shape[1]].float()
+        predicted = data.family.predicts(pipe, noisy.to(dtype), timesteps, embeds, frames)[:, : latents.shape[1]].float()
     error = (predicted - objective.target_of(pipe.scheduler, latents, noise[:, 0], timesteps)).square()
     error = (error if shown.weights is None else error * shown.weights).mean((1, 2, 3))
     return (error * objective.loss_weights(pipe.scheduler, timesteps, config.snr_gamma)).mean()
@@ -138,17 +159,19 @@ def train(
     try:
         if adapter.family.predicts is None:
             raise TinyEngramError(
-                f"{type(pipe).__name__} is of the family {adapter.family.name}: expected stable-diffusion-1 or pixart, which can be taught "
-                "so far; concepts made elsewhere can be loaded"
+                f"{type(pipe).__name__} is of the family {adapter.family.name}, which cannot be taught: {adapter.family.untaught}; expected "
+                f"one of {', '.join(taught_families())}; concepts made elsewhere can be loaded"
             )
         still = frozen(getattr(pipe, adapter.family.denoiser), pipe.vae, *(m.module for m in adapter.mounts.values()))
-        (contexts,) = adapter.contexts.values()
-        if config.at_denoiser and not contexts.names:
+        contexts = adapter.contexts.values()
+        if config.at_denoiser and not any(one.names for one in contexts):
             raise TinyEngramError(
                 f"mounts {', '.join(map(repr, config.mounts))}, maps of rank {config.attention_rank} and {config.feedforward_rank}: the "
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
-        with still, _alone(adapter), contexts.held() if config.at_denoiser else nullcontext():
+        with still, _alone(adapter), ExitStack() as held:
+            for one in contexts if config.at_denoiser else ():
+                held.enter_context(one.held())
             return _train(pipe, adapter, config, examples, progress, on_step, loaded or {})
     finally:
         if not borrowed:
@@ -166,10 +189,12 @@ def _start(adapter: Any, config: TrainConfig) -> Concept:
     return start
 
 
-def _module(adapter: Any, start: Concept, role: str, config: TrainConfig) -> ConceptRows:
+def _module(adapter: Any, start: Concept, config: TrainConfig) -> ConceptRows | RoleRows:
     """The masters at their first step."""
-    starts = None if config.class_word is None else start_at_word(adapter, start, role, config.class_word)
-    return ConceptRows(start, role, adapter.contexts[role].layout, starts=starts)
+    word = config.class_word
+    begun = [role for role, held in start.roles.items() if word is not None and not held.mounts.keys().isdisjoint(ENCODER_MOUNTS)]
+    starts = {role: start_at_word(adapter, start, role, word) for role in begun if word is not None}
+    return make_rows(start, {role: adapter.contexts[role].layout for role in start.roles}, starts)
 
 
 def _keep_others(config: TrainConfig) -> None:
@@ -190,7 +215,6 @@ def _train(
     on_step: Callable[[int, float], None] | None,
     loaded: Mapping[str, str | None],
 ) -> TrainResult:
-    (role,) = adapter.mounts
     start = _start(adapter, config)
     for warning in dict.fromkeys(w for made in adapter.compile(config.trigger, config.aliases).values() for w in made.warnings):
         logger.warning("trigger %r: %s", start.trigger, warning)
@@ -215,14 +239,14 @@ def _train(
                 others[-1][1].name,
             )
     accelerator = accelerator_for(config, output, gradient_accumulation_steps=config.gradient_accumulation_steps)
-    module = _module(adapter, start, role, config)
+    module = _module(adapter, start, config)
     shown = progress and accelerator.is_local_main_process
     optimizer = make_optimizer(module, config)
     base_rates = [group["lr"] for group in optimizer.param_groups]
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     module = accelerator.unwrap_model(wrapped)
     run = Run(module, optimizer.optimizer, accelerator.scaler)
-    contexts = adapter.contexts[role]
+    contexts = adapter.contexts
     validator = Validator(adapter, config, output / VALIDATION)
     written: int | None = None
     if folder is not None:
@@ -233,7 +257,7 @@ def _train(
     # after all that can be refused at once: it may draw for a minute
     data = prepare(pipe, adapter, start, config, examples, shown)
     measure = _measure(pipe, adapter, start, config, contexts, data) if config.validation_loss_steps else None
-    files = RunFiles(run, config, start, role, len(examples), loaded, written)
+    files = RunFiles(run, config, start, next(iter(start.roles)), len(examples), loaded, written)
     on_main(accelerator, files.begin)
     if accelerator.is_main_process and config.trackers:
         beside = {"wandb": {"dir": str(output / "logs")}}  # which else writes where the command was called
@@ -321,7 +345,7 @@ def _train(
     return TrainResult(made, config.concept_path, run.step, seconds, run.losses, scan.skipped)
 
 
-def _measure(pipe: Any, adapter: Any, start: Concept, config: TrainConfig, contexts: ContextMounts, data: TrainingData) -> ValidationLoss:
+def _measure(pipe: Any, adapter: Any, start: Concept, config: TrainConfig, contexts: Contexts, data: TrainingData) -> ValidationLoss:
     """On pictures of their own folder, or those that are taught; collages and mirror images are none of them."""
     held = replace(data, collages=0, share=0.0, mirrored=(), choices=data.choices[: data.taught])
     if config.validation_data_dir is not None:
