@@ -101,30 +101,33 @@ def test_what_a_step_reads_is_what_is_served(tiny_case, pipe, options, tmp_path)
     plain = said()
     adapter.detach()
     handle.remove()
+    pooled = any(spec.pooled for spec in family.encoders)
     for one, other, without in zip(mine, served, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        assert (other - without).abs().max() > 1e-2
-        away = (one - without).abs().flatten(2 if one.dim() == 3 else 1).amax(-1) == 0
-        if one.dim() == 3 or isinstance(given.get("cap_feats"), list):
-            assert away.any()  # all that is not the trigger's keeps its bits
+        states = one.dim() == 3 or tiny_case.family == "z-image"
+        # vectors that are pooled behind states are the base's, served and taught
+        assert not states and not pooled and torch.equal(other, without) or (other - without).abs().max() > 1e-2
+        if states:
+            assert (one == without).all(-1).any()  # all that is not the trigger's keeps its bits
     (_, output), (_, without) = seen
     stack = torch.stack if isinstance(output, list) else lambda x: x
     trained, output, without = (stack(x).detach() for x in (trained, output, without))
     torch.testing.assert_close(trained, output, rtol=1e-4, atol=1e-4)
-    assert (output - without).abs().max() > 1e-3
+    assert 20 * (trained - output).norm() < (output - without).norm()
 
 
 @each_pipeline(taught, default=DEFAULT)
 def test_a_run_lowers_the_loss_and_is_taken_up_exactly(tiny_case, pipe, options, tmp_path):
-    more = {"max_train_steps": 24, "train_batch_size": 4, "rho": 4.0, "context_rho": 4.0, "mounts": ("input", "value"), "bands": 1}
-    more |= {"validation_loss_steps": 12, "validation_loss_samples": 4, "gate_learning_rate": 5e-2, "learning_rate": 5e-2}
+    more = {"max_train_steps": 18, "train_batch_size": 4, "rho": 4.0, "context_rho": 4.0, "mounts": ("input", "value"), "bands": 1}
+    more |= {"validation_loss_steps": 6, "validation_loss_samples": 4, "gate_learning_rate": 5e-2, "learning_rate": 5e-2}
     before = {name: p.clone() for name, p in getattr(pipe, family_named(tiny_case).denoiser).state_dict().items()}
-    measured: list[float] = []
     whole = train(pipe, options(**more, output_dir=str(tmp_path / "whole")), progress=False)
     assert all(torch.equal(p, before[name]) for name, p in getattr(pipe, family_named(tiny_case).denoiser).state_dict().items())
     made = Concept.load(whole.path)
     assert all(at.rows().ne(0).any() for role in made.roles.values() for at in role.mounts.values())
-    names = load_checkpoint(tmp_path / "whole" / "checkpoint-24")[0]
+    names, state = load_checkpoint(tmp_path / "whole" / "checkpoint-18")
+    (_, first), *_, (_, last) = state["measured"]
+    assert last < first
     masters = {name.removeprefix("master.") for name in names if name.startswith("master.")}
     assert masters >= ({"rows", "gain", "bias"} if len(made.roles) == 1 else {f"{role}.rows" for role in made.roles})
 

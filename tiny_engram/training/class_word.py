@@ -21,7 +21,7 @@ from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, span_mean_norm
-from tiny_engram.training.reading import Tokens, read_texts
+from tiny_engram.training.reading import Tokens, encoder_of, read_texts
 
 __all__ = ["CARRIERS", "Start", "place_of_word", "start_at_word"]
 
@@ -73,7 +73,7 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
     Raises:
         TinyEngramError: none of those mounts, or a word or a spelling that is not read as tokens of its own in any sentence.
     """
-    mount, place = adapter.mounts[role], concept.roles[role]
+    place = concept.roles[role]
     names = [name for name in ENCODER_MOUNTS if name in place.mounts]
     if not names:
         raise TinyEngramError(
@@ -81,11 +81,12 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
             "mounts, or leave class_word out"
         )
     pairs = _pairs(adapter, concept, role, word)
-    encoder, seed = mount.module, concept.config.basis_seed
+    reader, seed = encoder_of(adapter, role), concept.config.basis_seed
+    encoder = reader.module
     batch, time, at = pairs.spans.flat()
 
     def states_of(tokens: Tokens) -> torch.Tensor:
-        return encoder(tokens.ids, **tokens.options)[0][batch]
+        return reader.read(encoder(tokens.ids, **tokens.options, **reader.options))[batch]
 
     found: dict[str, Start] = {}
     for name in names:
@@ -100,7 +101,7 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
                 return apply_concept(x, pairs.spans, rows, start.gain, start.bias, rho=rho, basis_seed=seed)
 
             triggers = pairs.triggers
-            here = encode_with_input(encoder, triggers.ids, move, **triggers.options)[0][batch]
+            here = reader.read(encode_with_input(encoder, triggers.ids, move, **triggers.options, **reader.options))[batch]
             there = states_of(pairs.words)
         else:
             here, there = states_of(pairs.triggers), states_of(pairs.words)

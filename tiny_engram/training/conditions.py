@@ -1,5 +1,5 @@
 """What a pipeline of any family encodes of captions, for all of its roles, computed once: by the pipeline's own calls of its encoders, which
-are listened to. At a step the states of each role take their places in it again. May import torch, cache, data and the adapter's parts.
+are listened to. At a step the states of each role take their places in it again. May import torch, data, reading and the adapter's parts.
 
 A role's states are found in what the denoiser is given by what they hold (`encoded_positions`), so that templates that are cut off and
 texts one behind the other need no description here.
@@ -20,32 +20,15 @@ from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.input_mount import encode_with_input
-from tiny_engram.pooled import pooled_vector
 from tiny_engram.residual import Spans
-from tiny_engram.second_pass import last_hidden_state, row_options, states_read
+from tiny_engram.second_pass import row_options
 from tiny_engram.training.data import DataError
+from tiny_engram.training.reading import ReadEncoder, encoder_of
 
 __all__ = ["ConditionBatch", "Conditions", "RoleBatch", "cache_conditions"]
 
 # (start, length, offset of its rows) of a trigger.
 Place = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoder:
-    """A role's encoder and what the pipeline reads of its output, as `EncoderSpec` says it."""
-
-    module: nn.Module
-    reads: int | tuple[int, ...] | None
-    pooled: bool
-
-    def read(self, output: Any) -> torch.Tensor:
-        """States `[batch, time, width]`, or pooled vectors `[batch, width]`."""
-        if self.pooled:
-            return pooled_vector(output)
-        if self.reads is None:
-            return last_hidden_state(output)
-        return torch.cat(states_read(output, self.reads, earlier=False), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +55,7 @@ class RoleBatch:
 
     states: torch.Tensor
     spans: Spans
-    encoder: _Encoder
+    encoder: ReadEncoder
     calls: tuple[_Call, ...]
     row: tuple[int, ...]
 
@@ -156,7 +139,7 @@ class Conditions:
     texts: tuple[str, ...]
     said: tuple[Mapping[str, Any], ...]
     calls: Mapping[str, tuple[_Call, ...]]
-    encoders: Mapping[str, _Encoder]
+    encoders: Mapping[str, ReadEncoder]
     place: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
     def batch(self, picks: Sequence[int]) -> ConditionBatch:
@@ -214,8 +197,7 @@ def cache_conditions(adapter: EngramAdapter, concept: Concept, texts: Sequence[s
         DataError: a caption in which the trigger does not fire at each role, or whose trigger is cut off.
         TinyEngramError: states of an encoder are not found in what the denoiser is given.
     """
-    distinct, specs = tuple(dict.fromkeys(texts)), {spec.role: spec for spec in adapter.family.encoders}
-    encoders = {role: _Encoder(adapter.mounts[role].module, specs[role].reads, specs[role].pooled) for role in concept.roles}
+    distinct, encoders = tuple(dict.fromkeys(texts)), {role: encoder_of(adapter, role) for role in concept.roles}
     said: list[Mapping[str, Any]] = []
     calls: dict[str, list[_Call]] = {role: [] for role in concept.roles}
 
@@ -245,7 +227,7 @@ def _with_masks(family: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_of(
-    adapter: EngramAdapter, concept: Concept, role: str, text: str, encoder: _Encoder, heard: Any, consumed: Any, kept: bool
+    adapter: EngramAdapter, concept: Concept, role: str, text: str, encoder: ReadEncoder, heard: Any, consumed: Any, kept: bool
 ) -> _Call:
     args, kwargs, output = heard
     ids = kwargs.get("input_ids", args[0] if args else None)
