@@ -256,6 +256,11 @@ class Family:
                 way = f"did you mean {near[0]!r}?" if near else "leave it out"
                 raise TinyEngramError(f"{type(pipe).__name__} takes no option {name!r}; {way}")
 
+    def text_of(self, embeds: Mapping[str, Any]) -> Any:
+        """The first tensor of text states that the denoiser is given, of embeds by name."""
+        name = next(iter((self.given or {"encoder_hidden_states": "prompt_embeds"}).values()))
+        return embeds[name][0] if isinstance(embeds[name], list) else embeds[name]
+
     def states(self, pipe: Any, embeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each role's own states inside the embeds; see `consumed`."""
         if self.consumed is not None:

@@ -50,7 +50,9 @@ def normalized(pipe: Any, pixels: Any) -> Latents:
     """Qwen-Image: a VAE of videos, of which a picture is one frame, and mean and deviation of each channel."""
     mean, std = (x[:, :, 0] for x in _drawn(pipe, pixels[:, :, None]))
     config = pipe.vae.config
-    return (mean - _of_channels(config.latents_mean, mean)) / _of_channels(config.latents_std, mean), std / _of_channels(config.latents_std, mean)
+    return (mean - _of_channels(config.latents_mean, mean)) / _of_channels(config.latents_std, mean), std / _of_channels(
+        config.latents_std, mean
+    )
 
 
 def compressed(pipe: Any, pixels: Any) -> Latents:

@@ -190,7 +190,7 @@ class MapMounts:
             by = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
             mass = attention_mass(one.at_rows(query), one.at_rows(key), one.at_rows(one.fired), heads=heads, scale=by, bias=bias)
             if f"attention.{i}" in one.factors:
-                x = one.add_at_rows(x, map_attention(one.at_rows(states), mass, *one.factors[f"attention.{i}"]))
+                x = one.add_at_rows(x, map_attention(one.at_rows(states), mass, *one.factors_at_rows(f"attention.{i}")))
             if f"feedforward.{i}" in one.factors:
                 layer.masses.append((one, mass))
         return None if x is args[0] else ((x, *args[1:]), kwargs)
@@ -217,5 +217,5 @@ class MapMounts:
                     f"{self._denoiser()} runs feed-forward layers on {list(states.shape)}, expected {len(one.fired)} x {mass.shape[-1]} "
                     "places at once, so maps cannot follow; undo what splits them (unet.disable_forward_chunking())"
                 )
-            x = one.add_at_rows(x, map_feedforward(one.at_rows(states), mass, *one.factors[f"feedforward.{i}"]))
+            x = one.add_at_rows(x, map_feedforward(one.at_rows(states), mass, *one.factors_at_rows(f"feedforward.{i}")))
         return None if x is output else x

@@ -16,12 +16,12 @@ __all__ = ["GivenMaps", "attention_mass", "map_attention", "map_feedforward"]
 
 @dataclass(frozen=True, eq=False)
 class GivenMaps:
-    """The maps of one concept in one batch.
+    """The maps of one concept in one batch, or of one concept for each of its rows.
 
     Attributes:
         fired: float32 `[batch, time]`, 1 where the trigger stands and 0 elsewhere.
         factors: (into, out), float32 `[rank, channels]` each, by the map's name: "attention.{i}", "feedforward.{i}". A strength is
-            already in `out`.
+            already in `out`. Or `[batch, rank, channels]`, where each row has a concept of its own.
     """
 
     fired: torch.Tensor
@@ -35,6 +35,10 @@ class GivenMaps:
     def at_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Those rows of x `[batch, ...]`; a view where they are neighbours, as they are in a guided batch of one prompt."""
         return x[self._index.to(x.device) if isinstance(self._index, torch.Tensor) else self._index]
+
+    def factors_at_rows(self, name: str) -> tuple[torch.Tensor, ...]:
+        """(into, out) of a map for those rows."""
+        return tuple(self.at_rows(factor) if factor.dim() == 3 else factor for factor in self.factors[name])
 
     def add_at_rows(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         """A copy of x `[batch, ...]` with `added` `[rows, ...]` at those rows; all others keep their bits, -0.0 included."""
@@ -81,13 +85,13 @@ def map_attention(states: torch.Tensor, mass: torch.Tensor, into: torch.Tensor, 
     Args:
         states: `[rows, places, channels in]`, what `to_q` reads.
         mass: float32 `[rows, heads, places]`.
-        into: float32 `[rank, channels in]`; out float32 `[rank, heads * d]`.
+        into: float32 `[rank, channels in]`; out float32 `[rank, heads * d]`; or `[rows, ...]` of these.
 
     Returns:
         float32 `[rows, places, heads * d]`.
     """
     with torch.autocast(states.device.type, enabled=False):
-        read = states.float() @ into.T
+        read = states.float() @ into.mT
         weighted = mass[..., None] * read[:, None]  # [rows, heads, places, rank]
         return (weighted @ _heads(out, mass.shape[1])).transpose(1, 2).flatten(2)
 
@@ -96,8 +100,8 @@ def map_feedforward(states: torch.Tensor, mass: torch.Tensor, into: torch.Tensor
     """What a map adds to the output of a feed-forward layer, by the mean mass of the heads.
 
     states `[rows, places, channels]` is what the layer reads, mass float32 `[rows, heads, places]` is of the cross-attention before it,
-    into and out float32 `[rank, channels]`; returns float32 `[rows, places, channels]`.
+    into and out float32 `[rank, channels]`, or `[rows, ...]` of these; returns float32 `[rows, places, channels]`.
     """
     with torch.autocast(states.device.type, enabled=False):
-        weighted = mass.mean(1)[..., None] * (states.float() @ into.T)
+        weighted = mass.mean(1)[..., None] * (states.float() @ into.mT)
         return weighted @ out

@@ -16,7 +16,7 @@ from torch import nn
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_config import RunConfig
 
-__all__ = ["accelerator_for", "frozen", "log_sheet", "tracked_values"]
+__all__ = ["accelerator_for", "close_trackers", "frozen", "log_sheet", "tracked_values"]
 
 
 def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelerator:
@@ -52,6 +52,13 @@ def log_sheet(accelerator: Accelerator, sheet: Any, step: int) -> None:
             tracker.log_images({"validation": [sheet]}, step=step)
         else:
             tracker.log_images({"validation": sheet[None]}, step=step, dataformats="NHWC")
+
+
+def close_trackers(accelerator: Accelerator) -> None:
+    """Accelerate's own end of a training would also end the group of its processes, which other runs still need."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers = []
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list
 
 from tiny_engram.errors import TinyEngramError
 
-__all__ = ["lost_process", "mean_of_all", "on_main", "told_by_main"]
+__all__ = ["lost_process", "on_main", "told_by_main"]
 
 # How the libraries that carry gradients say that there is nobody at the other end.
 _LOST = ("gloo", "nccl", "connection", "broken pipe", "peer", "socket")
@@ -30,15 +30,6 @@ def on_main(accelerator: Accelerator, act: Callable[[], Any]) -> None:
         raise failed
     if said[0] is not None:
         raise TinyEngramError(said[0])
-
-
-def mean_of_all(accelerator: Accelerator, value: torch.Tensor) -> float:
-    """The mean of a scalar over all processes; of one, the value itself."""
-    if accelerator.num_processes == 1:
-        return value.item()
-    found = accelerator.reduce(value.detach().float(), "mean")
-    assert isinstance(found, torch.Tensor)
-    return found.item()
 
 
 def told_by_main(accelerator: Accelerator, value: float) -> float:

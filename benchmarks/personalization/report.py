@@ -31,6 +31,9 @@ def _marked(prefix: str) -> re.Pattern[str]:
 
 MARKED, ON_SECOND = _marked("results"), _marked("dit")
 PATH_SECOND = EMOJI_PIXART.results_path
+PICTURES, PICTURES_SECOND = ROOT / "build" / "personalization", ROOT / "build" / f"personalization-{EMOJI_PIXART.name}"
+# Of the second base the sheets of a few subjects are enough to look at, beside that of pairs.
+ON_SECOND_SHEETS = ("robot", "dragon", "teapot")
 TABLES: dict[str, Callable[[Results], str]] = {**tables_final.TABLES, **tables_development.TABLES}
 PLOTS = {
     "fidelity": "Concept fidelity against prompt fidelity, with 95 % intervals",
@@ -47,16 +50,17 @@ def _pictures(folder: Path, names: dict[str, str]) -> str:
     return "\n".join(there)
 
 
+def _sheets(folder: Path, prefix: str) -> str:
+    stems = sorted(path.stem for path in (folder / IMAGES).glob(f"{prefix}-*.png"))
+    return _pictures(folder, {stem: stem.removeprefix(f"{prefix}-").replace("-", " ").capitalize() for stem in stems})
+
+
 def blocks(results: Results, folder: Path) -> dict[str, Callable[[], str]]:
     """What may stand between markers; `folder` holds the page."""
 
-    def sheets() -> str:
-        stems = sorted(path.stem for path in (folder / IMAGES).glob("sheet-*.png"))
-        return _pictures(folder, {stem: stem.removeprefix("sheet-").replace("-", " ").capitalize() for stem in stems})
-
     made: dict[str, Callable[[], str]] = {name: lambda make=make: make(results) for name, make in TABLES.items()}
     plots = {f"plot-{name}": lambda name=name, text=text: _pictures(folder, {name: text}) for name, text in PLOTS.items()}
-    return made | plots | {"sheets": sheets}
+    return made | plots | {"sheets": lambda: _sheets(folder, "sheet")}
 
 
 def fill_in(text: str, results: Results, folder: Path) -> str:
@@ -68,10 +72,10 @@ def fill_in(text: str, results: Results, folder: Path) -> str:
     return _filled(text, MARKED, "results", blocks(results, folder))
 
 
-def fill_in_second(text: str, results: Results) -> str:
+def fill_in_second(text: str, results: Results, folder: Path) -> str:
     """The page with every place of the second base written anew. Raises ValueError as `fill_in` does."""
     made: dict[str, Callable[[], str]] = {name: lambda make=make: make(results) for name, make in tables_second.TABLES.items()}
-    return _filled(text, ON_SECOND, "dit", made)
+    return _filled(text, ON_SECOND, "dit", made | {"sheets": lambda: _sheets(folder, "second")})
 
 
 def _filled(text: str, marked: re.Pattern[str], prefix: str, made: dict[str, Callable[[], str]]) -> str:
@@ -101,13 +105,15 @@ def _apart(text: str, filled: str, marked: re.Pattern[str]) -> list[str]:
     return [match["name"] for match in marked.finditer(text) if match["old"] != anew[match["name"]]]
 
 
-def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE, second: Path = PATH_SECOND) -> None:
-    """Draw plots and, where the folder `pictures` holds pieces, sheets, and fill in the page.
+def main(
+    results: Path = PATH, pictures: Path | None = None, page: Path = PAGE, second: Path = PATH_SECOND, pictures_second: Path | None = None
+) -> None:
+    """Draw plots and, where the folders `pictures` and `pictures_second` hold pieces, sheets, and fill in the page.
 
     Raises:
         ValueError: the results file is none, or the page lacks a marker.
     """
-    measured = Results.load(results)
+    measured, on_second = Results.load(results), Results.load(second)
     from benchmarks.personalization import plots, sheets
     from benchmarks.personalization.store import Pictures
 
@@ -115,8 +121,10 @@ def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE, 
     drawn = plots.draw_all(measured, folder)
     if pictures is not None and any(pictures.glob("*.zip")):
         drawn += sheets.draw_all(measured, Pictures(pictures), folder)
+    if pictures_second is not None and any(pictures_second.glob("*.zip")):
+        drawn += sheets.draw_all(on_second, Pictures(pictures_second), folder, prefix="second", only=ON_SECOND_SHEETS)
     text = fill_in(page.read_text(), measured, page.parent)
-    write_atomically(page, fill_in_second(text, Results.load(second)).encode())
+    write_atomically(page, fill_in_second(text, on_second, page.parent).encode())
     for path in [*drawn, page]:
         print(f"{path.name}, {path.stat().st_size:,} bytes")
 
@@ -124,7 +132,7 @@ def main(results: Path = PATH, pictures: Path | None = None, page: Path = PAGE, 
 def check(results: Path = PATH, page: Path = PAGE, second: Path = PATH_SECOND) -> list[str]:
     """Names of the places of the page that differ from the results files; none where they agree."""
     text = page.read_text()
-    others = _apart(text, fill_in_second(text, Results.load(second)), ON_SECOND)
+    others = _apart(text, fill_in_second(text, Results.load(second), page.parent), ON_SECOND)
     return differing(text, Results.load(results), page.parent) + [f"dit:{name}" for name in others]
 
 
@@ -133,12 +141,13 @@ def cli(words: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page agrees with the results")
     parser.add_argument("--results", type=Path, default=PATH)
     parser.add_argument("--second", type=Path, default=PATH_SECOND, help="results on the second base")
-    parser.add_argument("--pictures", type=Path, default=ROOT / "build" / "personalization", help="the folder of pieces")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder of pieces")
+    parser.add_argument("--pictures-second", type=Path, default=PICTURES_SECOND, help="that of pieces on the second base")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(words)
     try:
         if not args.check:
-            main(args.results, args.pictures, args.page, args.second)
+            main(args.results, args.pictures, args.page, args.second, args.pictures_second)
             return 0
         wrong = check(args.results, args.page, args.second)
     except (OSError, ValueError) as error:

@@ -7,7 +7,7 @@ Imports results, subjects and tiny_engram.sheet.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,20 +87,23 @@ def pairs_sheet(methods: Mapping[str, str], pictures: Mapping[str, np.ndarray], 
     return sheet
 
 
-def draw_all(results: Results, pictures: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
-    """`sheet-<subject>.png` of all final and development subjects, and `sheet-two-subjects.png`, in `folder`; old ones are replaced."""
+def draw_all(
+    results: Results, pictures: Mapping[str, np.ndarray], folder: Path, *, prefix: str = "sheet", only: Sequence[str] = ()
+) -> list[Path]:
+    """`{prefix}-<subject>.png` of all final and development subjects, or of those in `only`, and `{prefix}-two-subjects.png`, in `folder`;
+    old ones are replaced."""
     sheets: dict[str, Sheet] = {}
 
     def add(name: str, sheet: Sheet | None) -> None:
         if sheet is not None:
-            sheets[f"sheet-{name.replace(' ', '-')}"] = sheet
+            sheets[f"{prefix}-{name.replace(' ', '-')}"] = sheet
 
     for split, stage in (("final", "final"), ("development", "methods")):
         try:
             methods = results.methods(stage)
         except NotMeasured:
             continue
-        for subject in load_subjects(split):
+        for subject in (one for one in load_subjects(split) if not only or one.name in only):
             add(subject.name, subject_sheet(subject, methods, pictures, results.main))
         if split == "final":
             add("two subjects", pairs_sheet(methods, pictures, results.main))
@@ -111,7 +114,7 @@ def draw_all(results: Results, pictures: Mapping[str, np.ndarray], folder: Path)
         # sheets of one kind come out at much the same size: begin one above the last one's
         encoded[name], number = encode(sheet, limit, max(0, number - 1))
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("sheet-*.png"):
+    for old in folder.glob(f"{prefix}-*.png"):
         if old.stem not in encoded:
             old.unlink()
     return [write_atomically(folder / f"{name}.png", data) for name, data in encoded.items()]

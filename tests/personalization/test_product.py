@@ -7,7 +7,7 @@ import tiny_engram
 from benchmarks.personalization import teach as bench
 from benchmarks.personalization.methods.ours import Ours
 from tiny_engram.mount_names import context_name
-from tiny_engram.training import loop, objective
+from tiny_engram.training import loop, objective, trainer
 from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.prepared import TrainingData
@@ -68,8 +68,8 @@ def adapter(base):
 def test_a_step_of_teaching_is_the_bench_s(base, adapter, run, taught, product, options):
     ours = Ours(base, [run("ours", "disc", **options)])
     config = settings(**product)
-    start = loop._start(adapter, config)
-    module = loop._module(adapter, start, config)
+    start = trainer.untrained(adapter, config)
+    module = trainer.masters_of(adapter, start, config)
     for what, pairs in paired(ours, module).items():
         for mine, theirs in pairs:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3 if what == "maps" else 1e-5)

@@ -221,17 +221,18 @@ def test_the_command(data, tmp_path, capsys):
 
 def test_the_second_base_has_a_part_of_its_own(data, tmp_path, capsys):
     page, kept = report.PAGE.read_text(), tmp_path / "personalization-dit.json"
-    gaps = report.fill_in_second(page, Results({}))
+    gaps = report.fill_in_second(page, Results({}), tmp_path)
     places = [match["old"] for match in report.ON_SECOND.finditer(gaps)]
     assert places and all(old.startswith("*Not measured yet: ") for old in places)
-    filled = report.fill_in_second(page, Results(data | {"base": "emoji-pixart"}))
+    filled = report.fill_in_second(page, Results(data | {"base": "emoji-pixart"}), report.PAGE.parent)
     assert report.MARKED.findall(filled) == report.MARKED.findall(page)
     found = {match["name"]: match["old"] for match in report.ON_SECOND.finditer(filled)}
     assert found["summary"] == FINAL_TABLES["summary"](Results(data)) and rows(found["runs"])["Ours"][1:] == ["15", "0, 1, 2"]
+    assert "![Two subjects](images/personalization/second-two-subjects.png)" in found["sheets"]
     (tmp_path / "results.md").write_text(filled)
     kept.write_text(json.dumps(data | {"base": "emoji-pixart"}))
     words = ["--page", str(tmp_path / "results.md"), "--second", str(kept), "--check"]
-    shutil.copytree(report.PAGE.parent / "images", tmp_path / "images")
+    shutil.copytree(report.PAGE.parent / "images", tmp_path / "images", dirs_exist_ok=True)
     assert report.cli(words) == 0, capsys.readouterr().err
     (tmp_path / "results.md").write_text(filled.replace("265,216 |", "265,217 |"))
     assert report.cli(words) == 1 and "dit:summary" in capsys.readouterr().err

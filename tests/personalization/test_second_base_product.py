@@ -9,7 +9,7 @@ from benchmarks.personalization.bases import EMOJI_PIXART
 from benchmarks.personalization.methods.ours import Ours
 from tests.personalization.conftest import pictures
 from tiny_engram.mount_names import context_name
-from tiny_engram.training import loop, objective
+from tiny_engram.training import loop, objective, trainer
 from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.prepared import TrainingData
@@ -57,8 +57,8 @@ def test_a_step_of_teaching_is_the_bench_s(subjects, run, product, options):
     given = plain | product | {"train_data_dir": "none", "trigger": "rugo-bin", "class_word": "ball", "train_batch_size": SAMPLES}
     config = TrainConfig(**given)
     adapter = tiny_engram.attach(base.pipe)
-    start = loop._start(adapter, config)
-    module = loop._module(adapter, start, config)
+    start = trainer.untrained(adapter, config)
+    module = trainer.masters_of(adapter, start, config)
     for mine, theirs in paired(ours, module):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
     assert module.rows[0].ne(0).any()

@@ -10,7 +10,15 @@ from tests.pipelines.conformance.cases import THERE, each_pipeline, family_named
 from tests.pipelines.tiny.base import TinyPipeline, picture
 from tiny_engram.denoiser_call import _parameters
 
-DEFAULT = ("stable-diffusion-1", "stable-diffusion-2", "stable-diffusion-xl", "stable-diffusion-3", "flux:dev", "flux:schnell", "pixart:alpha")
+DEFAULT = (
+    "stable-diffusion-1",
+    "stable-diffusion-2",
+    "stable-diffusion-xl",
+    "stable-diffusion-3",
+    "flux:dev",
+    "flux:schnell",
+    "pixart:alpha",
+)
 TEXTS = ["a photo of a green dog on a table", "a cat"]
 
 

@@ -20,7 +20,7 @@ from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import ConfigError, TinyEngramError
-from tiny_engram.training import loop, objective, prepared, train
+from tiny_engram.training import loop, objective, prepared, train, trainer
 from tiny_engram.training.collages import collage, draw_collages, rewritten
 from tiny_engram.training.config import COMPANIONS, TrainConfig
 from tiny_engram.training.data import DataError, scan_folder
@@ -179,7 +179,7 @@ def test_shares_hold_for_any_batch_and_other_choices_stay(others):
 def test_a_sample_shows_a_taught_picture_or_a_collage_never_cut_down(pipe, recipe):
     config = recipe(collages=4, caption_dropout=1.0, collage_pictures=2)
     adapter = tiny_engram.attach(pipe)
-    start = loop._start(adapter, config)
+    start = trainer.untrained(adapter, config)
     data = prepare(pipe, adapter, start, config, scan_folder(config.train_data_dir, ("zqx",)).examples)
     drawn = [objective.draw(0, step, i, 8, others=4) for step in range(40) for i in range(8)]
     shown = [data.picture(one) for one in drawn]
@@ -189,7 +189,7 @@ def test_a_sample_shows_a_taught_picture_or_a_collage_never_cut_down(pipe, recip
     assert all(" next to " in data.captions.texts[k] for (k,) in data.choices[2:])
     picked: list[list[int]] = []
     batch = type(data.captions).batch
-    module = loop._module(adapter, start, config)
+    module = trainer.masters_of(adapter, start, config)
     with pytest.MonkeyPatch.context() as patch, adapter.contexts[ROLE].held():
         patch.setattr(type(data.captions), "batch", lambda self, picks: picked.append(picks) or batch(self, picks))
         loop.denoising_loss(pipe, module, adapter.contexts[ROLE], data, drawn[:8], config)

@@ -14,7 +14,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.denoiser_call import _parameters
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_setup import frozen
-from tiny_engram.training import loop, objective, train
+from tiny_engram.training import loop, objective, train, trainer
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.prepared import prepare
 from tiny_engram.training.role_rows import each_role
@@ -25,7 +25,12 @@ MAPS = ("stable-diffusion-xl", "stable-diffusion-2")  # of those that are tried 
 
 
 def taught(tiny: TinyPipeline) -> bool:
-    return family_named(tiny).predicts is not None and tiny.name not in ("flux:kontext", "stable-diffusion-1", "pixart:alpha", "pixart:sigma")
+    return family_named(tiny).predicts is not None and tiny.name not in (
+        "flux:kontext",
+        "stable-diffusion-1",
+        "pixart:alpha",
+        "pixart:sigma",
+    )
 
 
 @pytest.fixture
@@ -57,8 +62,8 @@ def embeds_given(family: Any, call: dict[str, Any]) -> list[torch.Tensor]:
 def test_what_a_step_reads_is_what_is_served(tiny_case, pipe, options, tmp_path):
     config, family = options(timestep_shift=1.0), family_named(tiny_case)
     adapter = tiny_engram.attach(pipe)
-    start = loop._start(adapter, config)
-    module = loop._module(adapter, start, config)
+    start = trainer.untrained(adapter, config)
+    module = trainer.masters_of(adapter, start, config)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)
@@ -151,4 +156,8 @@ def test_families_that_cannot_be_taught_say_why_and_which_can(config):
             with pytest.raises(TinyEngramError) as told:
                 train(tiny.build(), config(), progress=False)
             line = str(told.value)
-            assert family_named(tiny).untaught in line and "stable-diffusion-xl, stable-diffusion-3, flux-1" in line and "ltx-video" not in line
+            assert (
+                family_named(tiny).untaught in line
+                and "stable-diffusion-xl, stable-diffusion-3, flux-1" in line
+                and "ltx-video" not in line
+            )

@@ -18,6 +18,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.quantization import quantize
 from tiny_engram.training import loop, run_files, train
 from tiny_engram.training.rows import ConceptRows
+from tiny_engram.training.run import Run
 
 # What every run that came to its end leaves beside its checkpoints.
 ENDED = ("README.md", "concept.safetensors", "config.yaml", "metrics.jsonl", "report.html")
@@ -162,7 +163,7 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             teach(pipe, config(**validating), on_step=stop_at(2))
     else:
-        real, calls = loop.Run.follow, []
+        real, calls = Run.follow, []
 
         def follow(self, decay: float) -> None:  # masters have moved, the average has moved, the count has not
             real(self, decay)
@@ -171,7 +172,7 @@ def test_four_steps_are_two_and_two_more(tiny, pipe, config, tmp_path, monkeypat
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(loop.Run, "follow", follow)
+            patch.setattr(Run, "follow", follow)
             teach(pipe, config(**validating))
     left = tree(tmp_path / "parts")
     assert left == ["checkpoint-2", "config.yaml", "metrics.jsonl", "validation"]
@@ -351,7 +352,7 @@ def test_a_run_keeps_the_scale_of_its_gradients(adapter):
     """Accelerate's scaler is on with CUDA only, so a scaler of the CPU stands for it here."""
     module = ConceptRows(adapter.new_concept("zqx"), "clip_l", adapter.contexts["clip_l"].layout)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    run = loop.Run(module, torch.optim.Adam(module.parameters()), scaler)
+    run = Run(module, torch.optim.Adam(module.parameters()), scaler)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
     run.keep()
     tensors, state = run.whole

@@ -14,7 +14,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.config import ConceptConfig
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_setup import frozen
-from tiny_engram.training import loop, objective, train
+from tiny_engram.training import loop, objective, train, trainer
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.prepared import prepare
 
@@ -63,8 +63,8 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     pipe = pipe if dtype == torch.float32 else tiny.build(dtype=dtype)
     options = config(**ALL)
     adapter = tiny_engram.attach(pipe)
-    start = loop._start(adapter, options)
-    module = loop._module(adapter, start, options)
+    start = trainer.untrained(adapter, options)
+    module = trainer.masters_of(adapter, start, options)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)

@@ -11,7 +11,7 @@ import tiny_engram
 from tests.pipelines.tiny.t5 import pixart
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.run_setup import frozen
-from tiny_engram.training import loop, objective, train
+from tiny_engram.training import loop, objective, train, trainer
 from tiny_engram.training.cache import encode_pictures
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.prepared import prepare
@@ -75,8 +75,8 @@ def test_six_steps_lower_a_fixed_error_and_the_base_keeps_its_bits(base, config,
 def test_the_transformer_says_in_training_what_it_says_when_served(base, config, tmp_path, mounts):
     options = config(**mounts, resolution=64)
     adapter = tiny_engram.attach(base)
-    start = loop._start(adapter, options)
-    module = loop._module(adapter, start, options)
+    start = trainer.untrained(adapter, options)
+    module = trainer.masters_of(adapter, start, options)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)

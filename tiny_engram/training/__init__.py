@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiny_engram.training.config import TrainConfig
-    from tiny_engram.training.loop import TrainResult, train
+    from tiny_engram.training.loop import train
+    from tiny_engram.training.trainer import TrainResult
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
 
-_HOMES = {"TrainConfig": "config", "TrainResult": "loop", "train": "loop"}
+_HOMES = {"TrainConfig": "config", "TrainResult": "trainer", "train": "loop"}
 
 
 def __getattr__(name: str) -> Any:

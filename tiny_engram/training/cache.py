@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import nn
+from torch.nn.functional import pad
 
 from tiny_engram.adapter import find_family
 from tiny_engram.concept import Concept
@@ -31,6 +32,7 @@ __all__ = [
     "encode_picture",
     "encode_pictures",
     "find_places",
+    "joined_captions",
 ]
 
 
@@ -101,7 +103,10 @@ class CaptionStates:
 
     def batch(self, picks: Sequence[int]) -> CaptionBatch:
         """These captions."""
-        distinct = list(dict.fromkeys(picks))
+        number: dict[int, int] = {}
+        for pick in picks:
+            number.setdefault(pick, len(number))
+        distinct = list(number)
         end = max(start + size for pick in distinct for start, size, _ in self.places[pick])
         ids, mask = self.ids[distinct], self.mask
         return CaptionBatch(
@@ -110,7 +115,7 @@ class CaptionStates:
             encoder=self.encoder,
             ids=ids[:, :end] if self.onward else ids,
             inner=self._spans(distinct),
-            row=tuple(distinct.index(pick) for pick in picks),
+            row=tuple(number[pick] for pick in picks),
             mask=None if mask is None else mask[list(picks)],
             inner_mask=None if mask is None else mask[distinct, : end if self.onward else None],
             role=self.role,
@@ -118,6 +123,38 @@ class CaptionStates:
 
     def _spans(self, picks: Sequence[int]) -> Spans:
         return Spans.of((row, *place) for row, pick in enumerate(picks) for place in self.places[pick])
+
+
+def joined_captions(parts: Sequence[CaptionStates], positions: Sequence[int]) -> CaptionStates:
+    """The captions of several concepts as one, one concept behind the other; offsets count through the positions of all.
+
+    Args:
+        parts: of one encoder. positions: of each concept's rows.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(part.states.shape[1] for part in parts)
+
+    def longer(x: torch.Tensor) -> torch.Tensor:
+        """`[captions, time, ...]` with zeros behind, which the mask hides."""
+        return pad(x, (0, 0) * (x.dim() - 2) + (0, longest - x.shape[1]))
+
+    ahead = [sum(positions[:k]) for k in range(len(parts))]
+    masks = [longer(part.mask) for part in parts if part.mask is not None]
+    return CaptionStates(
+        tuple(text for part in parts for text in part.texts),
+        torch.cat([longer(part.states) for part in parts]),
+        tuple(
+            tuple((start, size, offset + before) for start, size, offset in place)
+            for part, before in zip(parts, ahead, strict=True)
+            for place in part.places
+        ),
+        torch.cat([longer(part.ids) for part in parts]),
+        parts[0].encoder,
+        parts[0].onward,
+        torch.cat(masks) if masks else None,
+        parts[0].role,
+    )
 
 
 def find_places(

@@ -1,5 +1,5 @@
-"""What a pipeline of any family encodes of captions, for all of its roles, computed once: by the pipeline's own calls of its encoders, which
-are listened to. At a step the states of each role take their places in it again. May import torch, data, reading and the adapter's parts.
+"""What a pipeline of any family encodes of captions, for all of its roles, computed once: by its own calls of its encoders, which are
+listened to. At a step the states of each role take their places in it again. May import torch, data, reading and the adapter's parts.
 
 A role's states are found in what the denoiser is given by what they hold (`encoded_positions`), so that templates that are cut off and
 texts one behind the other need no description here.
@@ -7,7 +7,7 @@ texts one behind the other need no description here.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from tiny_engram.second_pass import row_options
 from tiny_engram.training.data import DataError
 from tiny_engram.training.reading import ReadEncoder, encoder_of
 
-__all__ = ["ConditionBatch", "Conditions", "RoleBatch", "cache_conditions"]
+__all__ = ["ConditionBatch", "Conditions", "RoleBatch", "cache_conditions", "joined_conditions"]
 
 # (start, length, offset of its rows) of a trigger.
 Place = tuple[int, int, int]
@@ -170,6 +170,23 @@ def _together(values: Sequence[Any]) -> Any:
     if all(value.shape[1] == longest for value in values):
         return torch.cat(list(values))
     return pad_sequence([value[0] for value in values], batch_first=True)
+
+
+def joined_conditions(parts: Sequence[Conditions], positions: Sequence[int | Mapping[str, int]]) -> Conditions:
+    """The captions of several concepts as one, one concept behind the other; offsets count through the positions of all.
+
+    positions: of each concept's rows, by role where there are several.
+    """
+    first, *_ = parts
+    calls: dict[str, list[_Call]] = {role: [] for role in first.calls}
+    for role, joined in calls.items():
+        ahead = 0
+        for part, own in zip(parts, positions, strict=True):
+            shifted = [tuple((start, size, offset + ahead) for start, size, offset in call.places) for call in part.calls[role]]
+            joined += [replace(call, places=places) for call, places in zip(part.calls[role], shifted, strict=True)]
+            ahead += own[role] if isinstance(own, Mapping) else own
+    texts, said = (tuple(one for part in parts for one in getattr(part, name)) for name in ("texts", "said"))
+    return Conditions(texts, said, {role: tuple(each) for role, each in calls.items()}, first.encoders, first.place)
 
 
 @contextmanager

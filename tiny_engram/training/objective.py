@@ -120,7 +120,9 @@ def timesteps_for(scheduler: Any, shares: Sequence[float], config: TrainConfig, 
     if shift is None and flow:
         if scheduler.config.get("use_dynamic_shifting"):
             if places is None:
-                raise TinyEngramError("timestep_shift is None, and the scheduler's own depends on the picture's size; pass --timestep_shift 3")
+                raise TinyEngramError(
+                    "timestep_shift is None, and the scheduler's own depends on the picture's size; pass --timestep_shift 3"
+                )
             shift = _shift_at(scheduler.config, places)
         else:
             shift = scheduler.config.get("shift") or scheduler.config.get("flow_shift")

@@ -18,15 +18,15 @@ from PIL import ImageOps
 from tiny_engram.concept import Concept
 from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.training import objective
-from tiny_engram.training.cache import CaptionStates, cache_captions, checked_places, encode_picture, find_places
+from tiny_engram.training.cache import CaptionBatch, CaptionStates, cache_captions, checked_places, encode_picture, find_places
 from tiny_engram.training.collages import draw_collages
-from tiny_engram.training.conditions import Conditions, cache_conditions
+from tiny_engram.training.conditions import ConditionBatch, Conditions, cache_conditions
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, bucket_of, bucket_sizes, fitted_mask, fitted_picture, open_picture, varied
 from tiny_engram.training.latent_files import LatentFiles
 from tiny_engram.training.validation import native_size
 
-__all__ = ["Latents", "TrainingData", "least_step", "prepare"]
+__all__ = ["Latents", "TrainingData", "least_step", "places_of", "prepare"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,12 @@ _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 @dataclass(frozen=True, slots=True)
 class Latents:
     """Of a batch: mean and deviation float32 `[batch, channels, h, w]`, and how much each place counts, float32 `[batch, 1, h, w]` with a
-    mean of 1 in each sample, None where all count alike."""
+    mean of 1 in each sample, None where all count alike; and frames float32 `[batch, 6]`, on the CPU, as `Family.predicts` has them."""
 
     means: torch.Tensor
     stds: torch.Tensor
     weights: torch.Tensor | None
+    frames: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class TrainingData:
         repeats: how often each taught picture stands in the pool that is drawn from; empty for once each.
         bucketed: a step shows pictures of one size; `draw(..., others=0)` belongs to it, the collages are one more bucket.
         share: of samples that show a collage, where bucketed.
-        frames: of each picture, what the base may be told of its size: see `Family.predicts`. Empty: nothing was scaled or cropped.
+        frames: of each picture, what the base may be told of its size: see `Family.predicts`; empty where it is told nothing.
     """
 
     means: Sequence[torch.Tensor] | torch.Tensor
@@ -73,6 +74,9 @@ class TrainingData:
     bucketed: bool = False
     share: float = 0.0
     frames: Sequence[Frame] = ()
+
+    # of a batch; see `joint.JointData`
+    concepts = 1
 
     @property
     def taught(self) -> int:
@@ -90,11 +94,6 @@ class TrainingData:
             pool = [k for k in pool if self.means[k].shape == self.means[first].shape]
         return pool[int(drawn.picture * len(pool))]
 
-    def framed(self, pictures: Sequence[int], size: tuple[int, int]) -> torch.Tensor:
-        """The frames of these pictures, float32 `[batch, 6]`; size: (height, width) in pixels, of pictures that have none."""
-        whole = (*size, 0.0, 0.0, *size)
-        return torch.tensor([self.frames[k] if self.frames else whole for k in pictures], dtype=torch.float32)
-
     def latents(self, draws: Sequence[objective.Draw], pictures: Sequence[int]) -> Latents:
         """What the samples show, each the picture that `picture` says; half of the taught ones mirrored where there are mirror images."""
         means, stds, weights = [], [], []
@@ -107,7 +106,25 @@ class TrainingData:
             weights.append(weight if weight is None or not flipped else weight.flip(-1))
         masked = any(weight is not None for weight in weights)
         whole = [torch.ones_like(mean[:1]) if weight is None else weight for mean, weight in zip(means, weights, strict=True)]
-        return Latents(torch.stack(means), torch.stack(stds), torch.stack(whole) if masked else None)
+        frames = torch.tensor([self.frames[k] if self.frames else (0.0,) * 6 for k in pictures])
+        return Latents(torch.stack(means), torch.stack(stds), torch.stack(whole) if masked else None, frames)
+
+    def picks(self, draws: Sequence[objective.Draw], pictures: Sequence[int], dropout: float) -> list[int]:
+        """Which of `captions` each sample is shown with; `dropout` is the share of those that are cut down to the trigger."""
+        return [
+            # a collage's caption names both things: cut down to the trigger, it would be wrong
+            _choose(self.bare if picture < self.taught and drawn.drop < dropout else self.choices[picture], drawn.caption)
+            for drawn, picture in zip(draws, pictures, strict=True)
+        ]
+
+    def batch(self, draws: Sequence[objective.Draw], dropout: float) -> tuple[Latents, CaptionBatch | ConditionBatch]:
+        """What the samples show, and their captions."""
+        pictures = [self.picture(drawn) for drawn in draws]
+        return self.latents(draws, pictures), self.captions.batch(self.picks(draws, pictures, dropout))
+
+
+def _choose(items: list[int], share: float) -> int:
+    return items[int(share * len(items))]
 
 
 def least_step(pipe: Any, family: Any) -> int:
@@ -117,6 +134,12 @@ def least_step(pipe: Any, family: Any) -> int:
     # a UNet halves its latents from block to block
     together = patch if isinstance(patch, int) else 2 ** (len(getattr(config, "block_out_channels", (1,))) - 1)
     return pipe.vae_scale_factor * together
+
+
+def places_of(pipe: Any, family: Any, latents: torch.Tensor) -> int:
+    """How many places the denoiser makes of a picture's latents `[batch, channels, h, w]`."""
+    patch = getattr(getattr(pipe, family.denoiser).config, "patch_size", None) if family.patch is None else family.patch
+    return latents.shape[-2] * latents.shape[-1] // (patch if isinstance(patch, int) else 1) ** 2
 
 
 def _sizes(pipe: Any, family: Any, config: TrainConfig, examples: Sequence[Example], resolution: int) -> list[tuple[int, int]]:

@@ -33,13 +33,21 @@ class RoleRows(nn.Module):
         """One role's masters."""
         return self.get_submodule(role)  # pyright: ignore[reportReturnType]
 
-    def forward(self, parts: Mapping[str, Any], timesteps: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """What `ConceptRows` gives, by role; parts are the captions as each role reads them."""
-        return {role: self.of(role)(parts[role], timesteps, dtype) for role in self.roles}
+    @property
+    def positions(self) -> dict[str, int]:
+        """Of all spellings, by role."""
+        return {role: self.of(role).positions for role in self.roles}
 
-    def nothing(self) -> torch.Tensor:
-        """Zero, of which every parameter's gradient is zero; see `ConceptRows.nothing`."""
-        return torch.stack([self.of(role).nothing() for role in self.roles]).sum()
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What concepts must have in common to be read in one pass."""
+        return tuple((role, self.of(role).shape) for role in self.roles)
+
+    def forward(
+        self, parts: Mapping[str, Any], timesteps: Sequence[int], dtype: torch.dtype, others: Sequence["RoleRows"] = ()
+    ) -> dict[str, Any]:
+        """What `ConceptRows` gives, by role; parts are the captions as each role reads them, `others` as `ConceptRows` takes them."""
+        return {role: self.of(role)(parts[role], timesteps, dtype, [one.of(role) for one in others]) for role in self.roles}
 
     def concept(self, start: Concept, role: str, values: Mapping[str, torch.Tensor]) -> Concept:
         """`start` with these values, named as the parameters, quantised: all roles', whatever `role` says."""

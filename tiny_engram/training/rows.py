@@ -4,6 +4,7 @@ of concepts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,21 @@ from tiny_engram.training.class_word import Start
 __all__ = ["ConceptRows"]
 
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What one pass reads: rows float32 `[mounts, positions, columns, head_dim]`, through the quantiser, gain and bias
+    `[mounts, positions]`; of several concepts one behind the other along the positions."""
+
+    rows: torch.Tensor
+    gain: torch.Tensor
+    bias: torch.Tensor
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Along the positions."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 @dataclass(slots=True)
@@ -73,41 +89,63 @@ class ConceptRows(nn.Module):
             found[key].mounts[name.band] = k
         return list(found.values())
 
+    @property
+    def positions(self) -> int:
+        """Of all spellings."""
+        return self.rows.shape[1]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What concepts must have in common to be read in one pass."""
+        return self.mounts, tuple(self._columns), tuple(self.rho), self.basis_seed, tuple(self.shapes.items())
+
     def forward(
-        self, captions: CaptionBatch, timesteps: Sequence[int], dtype: torch.dtype
+        self, captions: CaptionBatch, timesteps: Sequence[int], dtype: torch.dtype, others: Sequence["ConceptRows"] = ()
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | GivenRows, Factors]:
         """Text states with the concept in, as it would be served: rows go through the quantiser, gradients straight past it.
 
         Args:
             timesteps: of each sample, on the CPU. dtype: what the denoiser reads.
+            others: further concepts of this one's `shape`, each with as many samples, one concept behind the other; the offsets of the
+                captions' spans count through the positions of all.
 
         Returns:
             What the denoiser is given; what each place "context.{i}.key" with rows reads instead, like it, or, where places read tensors of
-            their own, the rows that are added there; and (into, out) of each map.
+            their own, the rows that are added there; and (into, out) of each map, of each sample where there are others.
         """
-        rows, states = fake_quantize(self.rows), captions.states
+        every = (self, *others)
+        rows = fake_quantize(_joined([one.rows for one in every]))
+        read, states = _Read(rows, _joined([one.gain for one in every]), _joined([one.bias for one in every])), captions.states
         if INPUT in self.mounts:
-            states = captions.read_again(lambda x, spans: self._moved(x, spans, rows, INPUT))
+            states = captions.read_again(lambda x, spans: self._moved(x, spans, read, INPUT))
         if SPAN in self.mounts:
-            states = self._moved(states, captions.spans, rows, SPAN)
+            states = self._moved(states, captions.spans, read, SPAN)
         states = states.to(dtype)
-        factors = {} if self.maps is None else self.factors(fake_quantize(self.maps))
+        factors = self._factors([one.maps for one in every if one.maps is not None], len(states))
         if self._layout.adds_on_the_way:
-            return states, self._given(states, captions.spans, rows, timesteps), factors
-        return states, self._contexts(states, captions.spans, rows, timesteps), factors
+            return states, self._given(states, captions.spans, read, timesteps), factors
+        return states, self._contexts(states, captions.spans, read, timesteps), factors
 
-    def _moved(self, x: torch.Tensor, spans: Spans, rows: torch.Tensor, mount: str) -> torch.Tensor:
+    def _factors(self, maps: Sequence[torch.Tensor], samples: int) -> Factors:
+        if not maps:
+            return {}
+        if len(maps) == 1:
+            return self.factors(fake_quantize(maps[0]))
+        blocks = fake_quantize(torch.stack(list(maps)))
+        return self.factors(blocks[:, None].expand(-1, samples // len(maps), -1, -1).flatten(0, 1))
+
+    def _moved(self, x: torch.Tensor, spans: Spans, read: _Read, mount: str) -> torch.Tensor:
         """Embeddings or states `[batch, time, width]` with what a mount of the encoder adds."""
         k = self.mounts.index(mount)
         return apply_concept(
-            x, spans, rows[k][:, : self._columns[k]], self.gain[k], self.bias[k], rho=self.rho[k], basis_seed=self.basis_seed
+            x, spans, read.rows[k][:, : self._columns[k]], read.gain[k], read.bias[k], rho=self.rho[k], basis_seed=self.basis_seed
         )
 
-    def _contexts(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> dict[str, torch.Tensor]:
+    def _contexts(self, states: torch.Tensor, spans: Spans, read: _Read, timesteps: Sequence[int]) -> dict[str, torch.Tensor]:
         """What each place reads: all in one pass, each span with the rows of its sample's band."""
         if not self._shared:
             return {}
-        size, positions = len(states), rows.shape[1]
+        size, positions = len(states), read.rows.shape[1]
         table: list[tuple[int, int, int, int]] = []
         rho: list[float] = []
         where = list(zip(*(x.tolist() for x in (spans.batch, spans.start, spans.length, spans.offset)), strict=True))
@@ -118,19 +156,19 @@ class ConceptRows(nn.Module):
                     table.append((number * size + sample, start, length, mount * positions + offset))
                     rho += [self.rho[mount]] * length
         everywhere = Spans.of(table)
-        at = everywhere.flat()[2].to(rows.device)
+        at = everywhere.flat()[2].to(states.device)
         stacked = apply_spans(
             states.expand(len(self._shared), *states.shape).flatten(0, 1),
             everywhere,
-            rows.flatten(0, 1)[at],
-            self.gain.flatten()[at],
-            self.bias.flatten()[at],
+            read.rows.flatten(0, 1)[at],
+            read.gain.flatten()[at],
+            read.bias.flatten()[at],
             torch.tensor(rho, dtype=torch.float32),
             basis_seed=self.basis_seed,
         ).unflatten(0, (-1, size))
         return {place: stacked[k] for k, shared in enumerate(self._shared) for place in shared.places}
 
-    def _given(self, states: torch.Tensor, spans: Spans, rows: torch.Tensor, timesteps: Sequence[int]) -> GivenRows:
+    def _given(self, states: torch.Tensor, spans: Spans, read: _Read, timesteps: Sequence[int]) -> GivenRows:
         """The rows that each place adds, of each sample those of its band; all of one width are spread in one pass."""
         where = list(zip(*(x.tolist() for x in (spans.batch, spans.start, spans.length, spans.offset)), strict=True))
         asked: dict[int, list[tuple[_Shared, Spans, torch.Tensor]]] = {}
@@ -145,25 +183,21 @@ class ConceptRows(nn.Module):
         found: dict[str, RowsAtPlace] = {}
         for width, parts in asked.items():
             mounts = torch.cat([mounts for _, _, mounts in parts])
-            at = mounts.to(rows.device), torch.cat([kept.flat()[2] for _, kept, _ in parts]).to(rows.device)
+            at = tuple(x.to(states.device) for x in (mounts, torch.cat([kept.flat()[2] for _, kept, _ in parts])))
             columns = self._columns[int(mounts[0])]
-            sides = spread(rows[at][:, :columns], width=width, basis_seed=self.basis_seed)
-            values = (*sides, self.gain[at], self.bias[at], torch.tensor(self.rho)[mounts])
+            sides = spread(read.rows[at][:, :columns], width=width, basis_seed=self.basis_seed)
+            values = (*sides, read.gain[at], read.bias[at], torch.tensor(self.rho)[mounts])
             sizes = [len(mounts) for _, _, mounts in parts]
             for (shared, kept, _), split in zip(parts, zip(*(x.split(sizes) for x in values), strict=True), strict=True):
                 found |= dict.fromkeys(shared.places, RowsAtPlace(kept, *split))
         return GivenRows(found, self._layout, [states.shape[1]] * len(states))
 
-    def nothing(self) -> torch.Tensor:
-        """Zero, of which every parameter's gradient is zero. Added to a loss, none is without a gradient: samples may read no row at all,
-        where rows are those of one band alone, and another process would wait for a gradient for ever."""
-        return 0.0 * torch.stack([p.sum() for p in self.parameters()]).sum()
-
     def factors(self, blocks: torch.Tensor) -> Factors:
-        """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`."""
+        """(into, out) of each map, float32 `[rank, channels]` each, from values laid out as `maps`; of several samples from
+        `[samples, blocks, 32]`, with samples in front."""
         sizes = [rank * channels // BLOCK for rank, channels in self.shapes.values() for _ in range(2)]
-        parts = iter(blocks.split(sizes))
-        return {name: (next(parts).view(shape), next(parts).view(shape)) for name, shape in self.shapes.items()}
+        parts, first = iter(blocks.split(sizes, -2)), blocks.shape[:-2]
+        return {name: (next(parts).reshape(*first, *shape), next(parts).reshape(*first, *shape)) for name, shape in self.shapes.items()}
 
     def concept(self, start: Concept, role: str, values: Mapping[str, torch.Tensor]) -> Concept:
         """`start` with these values, laid out as the parameters, quantised: what would be served."""

@@ -56,13 +56,14 @@ class Run:
         self.norms: tuple[float | None, ...] = ()
         self.measured: tuple[tuple[int, float], ...] = ()
         self.best: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
         self.keep()
 
     def follow(self, decay: float) -> None:
         """Move the running average; early steps count more, so that it forgets where it began."""
         decay = min(decay, (1 + self.step) / (10 + self.step))
-        for name, p in self.module.named_parameters():
-            self.average[name].lerp_(p.detach(), 1 - decay)
+        torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in self.module.parameters()], 1 - decay)
 
     def measure(self, loss: float) -> bool:
         """Note a validation loss of this step; is it the lowest so far?"""
@@ -87,10 +88,19 @@ class Run:
 
     def keep(self) -> None:
         """Remember the present state as that of the last whole step."""
-        tensors = {k: v.detach().clone() for k, v in self.tensors().items()}
+        tensors = {name: value.detach() for name, value in self._moving().items()}
+        place, steps = self._spare, [name for name in tensors if name.endswith(".step")]
+        if not tensors.keys() <= place.keys():
+            place = {name: torch.empty_like(value) for name, value in tensors.items()}
+        # Adam keeps its step count on the CPU: apart, each is one call
+        for names in ([name for name in tensors if name not in steps], steps):
+            if names:
+                torch._foreach_copy_([place[name] for name in names], [tensors[name] for name in names])
         state = {"step": self.step, "losses": self.losses, "norms": self.norms, "measured": self.measured}
         state |= {"optimizer": told_numbers(self.module, self.optimizer), "scaler": self.scaler.state_dict() if self.scaler else {}}
-        self.whole: tuple[dict[str, torch.Tensor], dict[str, Any]] = (tensors, state)
+        # into what was kept before the last time: an interrupt in between spoils neither
+        self._spare, self._kept = self._kept, place
+        self.whole: tuple[dict[str, torch.Tensor], dict[str, Any]] = (place | self._bests(), state)
 
     def back(self) -> None:
         """Return to the last whole step: an interrupt may fall between two lines that belong together."""
@@ -103,8 +113,14 @@ class Run:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Of each parameter "master.{name}", "average.{name}", "optimizer.{name}.{moment}", and "best.{name}" where there is a best;
         not copies."""
+        return self._moving() | self._bests()
+
+    def _bests(self) -> dict[str, torch.Tensor]:
+        """Which are never written to: a better one takes their place."""
+        return {f"best.{k}": v for k, v in self.best.items()}
+
+    def _moving(self) -> dict[str, torch.Tensor]:
         tensors = {f"master.{k}": p for k, p in self.module.named_parameters()} | {f"average.{k}": v for k, v in self.average.items()}
-        tensors |= {f"best.{k}": v for k, v in self.best.items()}
         for name, p in self.module.named_parameters():
             tensors |= {f"optimizer.{name}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         return tensors

@@ -14,7 +14,7 @@ import tiny_engram
 from tests.pipelines.tiny.t5 import pixart
 from tests.ranks import run_ranks
 from tiny_engram.errors import ConfigError
-from tiny_engram.training import loop, objective, train
+from tiny_engram.training import loop, objective, train, trainer
 from tiny_engram.training.data import bucket_of, bucket_sizes, scan_for
 from tiny_engram.training.data.buckets import MOST_ASPECT
 from tiny_engram.training.prepared import least_step, prepare
@@ -37,7 +37,7 @@ def ready(pipe):
     def make(options):
         adapter = tiny_engram.attach(pipe)
         try:
-            return prepare(pipe, adapter, loop._start(adapter, options), options, scan_for(options).examples)
+            return prepare(pipe, adapter, trainer.untrained(adapter, options), options, scan_for(options).examples)
         finally:
             adapter.detach()
 

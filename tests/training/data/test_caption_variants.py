@@ -3,7 +3,7 @@
 import pytest
 
 import tiny_engram
-from tiny_engram.training import loop, train
+from tiny_engram.training import train, trainer
 from tiny_engram.training.config import SUBJECT_TYPES
 from tiny_engram.training.data import DEFAULT_TEMPLATES, SUBJECT_TEMPLATES, scan_for, varied
 from tiny_engram.training.data.captions import VARIANTS
@@ -87,7 +87,7 @@ def test_a_run_draws_among_all_variants(pipe, config, folder, tmp_path):
     options = config(caption_tag_dropout=0.5)
     adapter = tiny_engram.attach(pipe)
     try:
-        data = prepare(pipe, adapter, loop._start(adapter, options), options, scan_for(options).examples)
+        data = prepare(pipe, adapter, trainer.untrained(adapter, options), options, scan_for(options).examples)
     finally:
         adapter.detach()
     assert [len(each) for each in data.choices] == [VARIANTS, VARIANTS] and len(set(data.choices[0])) > 2

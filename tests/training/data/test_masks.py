@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import tiny_engram
-from tiny_engram.training import loop, objective, train
+from tiny_engram.training import loop, objective, train, trainer
 from tiny_engram.training.data import DataError, fitted_mask, scan_folder
 from tiny_engram.training.prepared import prepare
 
@@ -97,11 +97,11 @@ def held(pipe, config):
         options = config(**changes)
         adapter = tiny_engram.attach(pipe)
         adapters.append(adapter)
-        start = loop._start(adapter, options)
+        start = trainer.untrained(adapter, options)
         spellings = ("zqx",)
         found = scan_folder(options.train_data_dir, spellings, alpha_mask=options.alpha_mask)
         data = prepare(pipe, adapter, start, options, found.examples)
-        module = loop._module(adapter, start, options)
+        module = trainer.masters_of(adapter, start, options)
 
         def cost(error: torch.Tensor, picture: int, **drawn) -> float:
             draw = dataclasses.replace(objective.draw(0, 0, 0, 1), picture=(picture + 0.5) / 2, **drawn)
