@@ -100,6 +100,7 @@ def test_a_step_of_training_calls_the_denoiser_as_the_pipeline_does(tiny_case, p
     handle = denoiser.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(dict(zip(_parameters(type(module)), args, strict=False)) | kwargs), with_kwargs=True
     )
+    assert family.predicts is not None
     with torch.no_grad():
         embeds = family.embeds(pipe, TEXTS)
         found = family.predicts(pipe, noisy, timesteps, embeds, frames)

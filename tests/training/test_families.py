@@ -85,7 +85,7 @@ def test_what_a_step_reads_is_what_is_served(tiny_case, pipe, options, tmp_path)
     for one in each_role(module):
         for name, p in one.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all() and p.grad.ne(0).any(), name
-        assert one.rows.grad.flatten(1).ne(0).any(1).all()
+        assert one.rows.grad is not None and one.rows.grad.flatten(1).ne(0).any(1).all()
     values = {name: p.detach() for name, p in module.named_parameters()}
     adapter.load_concept(module.concept(start, next(iter(start.roles)), values).save(tmp_path / "c.safetensors"))
     (given, trained), *_ = seen

@@ -97,7 +97,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     most = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert far(states, served) < most and far(trained, output) < most
     assert far(plain, output) > 2 * most and far(plain_states, served) > 2 * most and no_hooks(pipe)
-    fired = torch.zeros(2, 77, dtype=torch.bool).index_put(data.captions.batch([0, 0]).spans.flat()[:2], torch.tensor(True))
+    fired = torch.zeros(2, 77, dtype=torch.bool).index_put(data.captions.batch([0, 0]).parts[ROLE].spans.flat()[:2], torch.tensor(True))
     assert torch.equal(states[~fired], plain_states[~fired])
 
 

@@ -82,7 +82,7 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
         )
     pairs = _pairs(adapter, concept, role, word)
     reader, seed = encoder_of(adapter, role), concept.config.basis_seed
-    encoder = reader.module
+    encoder: Any = reader.module
     batch, time, at = pairs.spans.flat()
 
     def states_of(tokens: Tokens) -> torch.Tensor:

@@ -151,10 +151,10 @@ class Conditions:
         for role, calls in self.calls.items():
             own = held[role]
             pooled = self.encoders[role].pooled
-            spans = [(row, start - calls[k].shift, *rest) for row, k in enumerate(picks) for start, *rest in calls[k].places if not pooled]
+            places = [(row, calls[k].shift, one) for row, k in enumerate(picks) for one in calls[k].places if not pooled]
             parts[role] = RoleBatch(
                 pad_sequence(own, batch_first=True) if isinstance(own, list) else own,
-                Spans.of(spans),
+                Spans.of((row, start - shift, length, offset) for row, shift, (start, length, offset) in places),
                 self.encoders[role],
                 tuple(calls[k] for k in distinct),
                 tuple(distinct.index(pick) for pick in picks),
