@@ -47,7 +47,9 @@ def pipe(tiny_case):
 def options(config, tiny_case):
     """Rows at everything that a step teaches."""
     rank = int(tiny_case.family in MAPS)
-    whole = {"mounts": ("input", "span", "key", "value"), "share": "block", "bands": 2, "context_rho": 0.8}
+    whole: dict[str, Any] = {"mounts": ("input", "span", "key", "value"), "share": "block", "bands": 2, "context_rho": 0.8}
+    if any(spec.pooled for spec in family_named(tiny_case).encoders):
+        whole["mounts"] = ("pooled", *whole["mounts"])
     whole |= {"attention_rank": rank, "feedforward_rank": rank, "resolution": tiny_case.call["height"]}
     return lambda **changes: config(**{**whole, **changes})
 

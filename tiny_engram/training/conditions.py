@@ -49,7 +49,7 @@ class RoleBatch:
     Attributes:
         states: as the denoiser is given them, `[batch, time, width]`, short ones filled up with zeros; a pooled role's vectors `[batch,
             width]`.
-        spans: where the trigger stands in these.
+        spans: where the trigger stands in these; of a pooled role in its prompt.
         calls: of each distinct caption; `row` says which of them each caption of the batch is.
     """
 
@@ -150,8 +150,7 @@ class Conditions:
         parts = {}
         for role, calls in self.calls.items():
             own = held[role]
-            pooled = self.encoders[role].pooled
-            places = [(row, calls[k].shift, one) for row, k in enumerate(picks) for one in calls[k].places if not pooled]
+            places = [(row, calls[k].shift, one) for row, k in enumerate(picks) for one in calls[k].places]
             parts[role] = RoleBatch(
                 pad_sequence(own, batch_first=True) if isinstance(own, list) else own,
                 Spans.of((row, start - shift, length, offset) for row, shift, (start, length, offset) in places),
