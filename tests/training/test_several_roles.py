@@ -149,3 +149,10 @@ def test_what_reads_more_than_noise_is_refused(config):
     painting = StableDiffusionXLInpaintPipeline(**{**pipe.components, "unet": unet}, add_watermarker=False)
     with pytest.raises(TinyEngramError, match="reads 9 channels, expected the 4 of its VAE's latents: .* teach on the base"):
         train(painting, config(mounts=("span",)), progress=False)
+
+
+def test_maps_where_there_are_none_are_refused_with_the_way_out(config):
+    with pytest.raises(TinyEngramError, match="no maps can be put into a FluxPipeline.*; pass --attention_rank 0 --feedforward_rank 0"):
+        train(flux(), config(mounts=("value",), attention_rank=1), progress=False)
+    with pytest.raises(TinyEngramError, match="mount 'pooled' is unknown at clip_l"):
+        train(xl(), config(mounts=("pooled",)), progress=False)

@@ -46,8 +46,9 @@ class TrainConfig(RunConfig):
         adam_beta1, adam_beta2, adam_epsilon: of all of them. adam_weight_decay: of the maps, row_weight_decay: of the rows.
         lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial".
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
-            "span" (the encoder's output), "pooled" (its pooled vector, where that is all that is used of it), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
-            that), or single mounts such as "context.0.key". Rows at "deep" can be served, and not taught.
+            "span" (the encoder's output), "pooled" (its pooled vector, where that is all that is used of it), "context" (what every
+            attention of the denoiser reads of the text), "key" or "value" (one side of that), or single mounts such as "context.0.key".
+            Rows at "deep" can be served, and not taught.
         share: "none" gives each cross-attention context rows of its own, "block" one set to all of a block; for the groups alone.
         bands: equal shares of the timesteps that have context rows of their own, 1 to 4; for the groups alone.
         attention_rank, feedforward_rank: of the maps, which add where the picture looks at the trigger; 0 for none.

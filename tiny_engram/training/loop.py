@@ -109,6 +109,12 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"mounts {', '.join(map(repr, config.mounts))}, maps of rank {config.attention_rank} and {config.feedforward_rank}: the "
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
+        mapped = next((config for config in configs if config.attention_rank or config.feedforward_rank), None)
+        if mapped is not None and not any(mount.store.maps for mount in adapter.mounts.values()):
+            raise TinyEngramError(
+                f"attention_rank is {mapped.attention_rank} and feedforward_rank {mapped.feedforward_rank}, but no maps can be put into a "
+                f"{type(pipe).__name__}, which reads text and picture in one attention; pass --attention_rank 0 --feedforward_rank 0"
+            )
         with still, _alone(adapter), ExitStack() as held:
             for contexts in adapter.contexts.values() if config is not None else ():
                 held.enter_context(contexts.held())
