@@ -1,6 +1,7 @@
 """What training costs beside the field's own loops, on the embedded base.
 
     python benchmarks/training.py steps         # benchmarks/results/training.json, section "steps"
+    python benchmarks/training.py manifest      # section "manifest": see many_concepts.py
 
 A step of ours, with rows at the encoder's output alone and by the default recipe, one of textual inversion with latents that were made
 before, and one of textual inversion and of DreamBooth with LoRA as diffusers' scripts do them: in turn, so that all see the same machine.
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import many_concepts
 import torch
 from gpu import need, record, row
 from other_loops import DreamBoothLora, Loop, TextualInversion
@@ -150,14 +152,24 @@ def steps(count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("steps", "memory"))
+    parser.add_argument("what", choices=("steps", "memory", "manifest"))
     parser.add_argument("name", nargs="?", default="base")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, help="timed (default: 20; of manifest, as many as fit into --seconds, at most 300)")
+    of_manifest = parser.add_argument_group("manifest")
+    of_manifest.add_argument("--concepts", type=int, default=100)
+    of_manifest.add_argument("--singles", type=int, default=6, help="single runs that are timed")
+    of_manifest.add_argument("--together", type=int, default=8, help="concepts of one batch")
+    of_manifest.add_argument("--batch", type=int, default=BATCH)
+    of_manifest.add_argument("--collages", type=int, default=0)
+    of_manifest.add_argument("--device")
+    of_manifest.add_argument("--seconds", type=float, default=240.0, help="that the whole stage may take")
     args = parser.parse_args()
     if args.what == "memory":
         print(memory(args.name))
+    elif args.what == "manifest":
+        many_concepts.manifest(args.concepts, args.singles, args.together, args.steps, args.batch, args.collages, args.device, args.seconds)
     else:
-        steps(args.steps)
+        steps(args.steps or 20)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from tiny_engram.errors import ConfigError
 
-__all__ = ["config_text", "read_config_file"]
+__all__ = ["checked_option", "config_text", "known_options", "load_yaml", "read_config_file", "yaml_text"]
 
 
 _FLOAT_TAG, _FLOAT_FIRST = "tag:yaml.org,2002:float", list("-+0123456789.")
@@ -45,13 +45,8 @@ def _loader() -> Any:
     return Loader
 
 
-def read_config_file(path: Path, config: type, also: Sequence[str] = ()) -> dict[str, Any]:
-    """What a file says, by name: fields of a config (lists as tuples) and the options named in `also` (texts).
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML, has a key that is none of these (the nearest one is named), or a value of another kind
-            than its field; whether a value makes sense is the config's to say.
-    """
+def load_yaml(path: Path) -> dict[Any, Any]:
+    """The mapping that a file holds. Raises ConfigError: it cannot be read, or is none."""
     import yaml
 
     try:
@@ -63,16 +58,39 @@ def read_config_file(path: Path, config: type, also: Sequence[str] = ()) -> dict
     told = {} if told is None else told
     if not isinstance(told, dict):
         raise ConfigError(f"{path}: holds a {type(told).__name__}, expected lines such as 'max_train_steps: 300'")
-    hints = {field.name: typing.get_type_hints(config)[field.name] for field in dataclasses.fields(config)}
-    known = hints | dict.fromkeys(also, str)
+    return told
+
+
+def known_options(config: type, also: Sequence[str] = ()) -> dict[str, Any]:
+    """Kinds of values by name: of a config's fields, and of other options, which are texts."""
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config)} | dict.fromkeys(also, str)
+
+
+def checked_option(where: object, key: Any, value: Any, known: Mapping[str, Any]) -> Any:
+    """The value of an option (lists as tuples). Raises ConfigError for a key that is none of the known ones (the nearest one is named), or
+    a value of another kind; whether a value makes sense is the config's to say."""
+    if key not in known:
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{where}: no option {key!r}; the nearest is {near!r}, and --help lists all")
+    return _fitting(where, key, value, known[key])
+
+
+def read_config_file(path: Path, config: type, also: Sequence[str] = ()) -> dict[str, Any]:
+    """What a file says, by name: fields of a config (lists as tuples) and the options named in `also` (texts).
+
+    Raises:
+        ConfigError: as `load_yaml` and `checked_option` do.
+    """
+    known = known_options(config, also)
+    told = load_yaml(path)
     for key in told:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{path}: no option {key!r}; the nearest is {near!r}, and --help lists all")
-    return {key: _fitting(path, key, value, known[key]) for key, value in told.items() if value is not None or key not in also}
+            checked_option(path, key, None, known)
+    return {key: checked_option(path, key, value, known) for key, value in told.items() if value is not None or key not in also}
 
 
-def _fitting(path: Path, key: str, value: Any, hint: Any) -> Any:
+def _fitting(where: object, key: str, value: Any, hint: Any) -> Any:
     """The value where it is of the field's kind; a whole number is also one with a fraction, and one value a list of one."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
@@ -84,7 +102,7 @@ def _fitting(path: Path, key: str, value: Any, hint: Any) -> Any:
         elif _is(value, kind):
             return value
     said = " or ".join("a list" if typing.get_origin(kind) is tuple else _WORDS[kind] for kind in kinds)
-    raise ConfigError(f"{path}: {key} is {value!r}, expected {said}")
+    raise ConfigError(f"{where}: {key} is {value!r}, expected {said}")
 
 
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
@@ -99,11 +117,18 @@ def _is(value: Any, kind: type) -> bool:
 def config_text(config: Any, also: Mapping[str, str | None] | None = None) -> str:
     """The YAML of a config with all of its fields, in their order, behind what else the run was told; keys without a value are left out
     of the latter. Floats read back to the same bits."""
+    return yaml_text({key: value for key, value in (also or {}).items() if value is not None} | config.to_dict())
+
+
+def yaml_text(told: Mapping[str, Any]) -> str:
+    """A mapping of plain values as YAML that either version of it reads alike."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Quotes what either version of YAML would take for something else than a text."""
+        """Quotes what either version of YAML would take for something else than a text, and writes everything out."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
     Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _FLOAT_FIRST)
-    beside = {key: value for key, value in (also or {}).items() if value is not None}
-    return yaml.dump(beside | config.to_dict(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    return yaml.dump(dict(told), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)

@@ -1,4 +1,6 @@
-"""Errors meant for a user: one line that names the value, what was expected and the way out. Imports nothing."""
+"""Errors meant for a user: one line that names the value, what was expected and the way out. Imports collections.abc."""
+
+from collections.abc import Sequence
 
 
 class TinyEngramError(ValueError):
@@ -15,3 +17,18 @@ class TokenizerError(TinyEngramError):
 
 class TableError(TinyEngramError):
     """Rows collide, are missing, or do not fit the table."""
+
+
+class FaultsError(TinyEngramError):
+    """Several things are wrong, and nothing was begun; `faults` has a line for each."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        count = f"{len(faults)} faults, " if len(faults) > 1 else ""
+        super().__init__(f"{count}nothing was begun: " + "; ".join(faults))
+
+
+def raise_faults(faults: Sequence[str]) -> None:
+    """Raises FaultsError if there are any."""
+    if faults:
+        raise FaultsError(list(dict.fromkeys(faults)))

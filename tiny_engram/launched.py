@@ -2,12 +2,23 @@
 
 import os
 
-__all__ = ["device_for", "local_rank"]
+from tiny_engram.errors import ConfigError
+
+__all__ = ["DTYPES", "device_for", "dtype_for", "local_rank"]
+
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 def local_rank() -> int:
     """Number of this process among those of its machine; 0 where nobody launched it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def dtype_for(asked: str | None) -> str:
+    """The type of a model's weights that was asked for. Raises ConfigError."""
+    if asked is not None and asked not in DTYPES:
+        raise ConfigError(f"dtype is {asked!r}, expected one of {', '.join(DTYPES)}")
+    return asked or DTYPES[0]
 
 
 def device_for(asked: str | None) -> str:

@@ -6,6 +6,7 @@ Imports errors, config and cli_fields, and what the verb needs in the verb.
 import argparse
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tiny_engram.config import ConceptConfig
 from tiny_engram.config_file import config_text, read_config_file
 from tiny_engram.errors import ConfigError
 from tiny_engram.files import check_writable
-from tiny_engram.launched import device_for, local_rank
+from tiny_engram.launched import DTYPES, device_for, dtype_for, local_rank
+from tiny_engram.manifest_cli import add_manifest_options, refuse_manifest_options, run_manifest
 from tiny_engram.preservation import refuse_preservation
 from tiny_engram.run_config import SCHEDULES
 from tiny_engram.scan_cli import DATA_HELP
@@ -87,7 +89,6 @@ TRAIN_HELP = {
 
 # Options of a config file that are no fields of TrainConfig: what the pipeline is loaded with.
 LOADING = ("model", "dtype", "device")
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def add_model(parser: argparse.ArgumentParser, **unless_given: Any) -> None:
@@ -109,9 +110,16 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, default=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="options by name, such as a run's config.yaml; others given win")
     parser.add_argument("--print_config", action="store_true", help="print all options as they would be taken, as YAML, and end")
+    add_manifest_options(parser)
     # a file may say what is required
     add_fields(parser, TrainConfig, TRAIN_HELP | DATA_HELP, required=False)
     refuse_preservation(parser)
+
+
+def _load(loading: Mapping[str, Any], device: str) -> Any:
+    from tiny_engram.pipelines.loaders import load_pipeline
+
+    return load_pipeline(loading["model"], dtype=loading["dtype"], device=device)
 
 
 def _told(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
@@ -122,16 +130,19 @@ def _told(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
     missing = [f"--{f.name}" for f in dataclasses.fields(TrainConfig) if f.default is dataclasses.MISSING and f.name not in fields]
     if missing:
         raise ConfigError(f"the following are required: {', '.join(missing)}; pass them, or write them into the file of --config")
-    loading["dtype"] = loading["dtype"] or DTYPES[0]
-    if loading["dtype"] not in DTYPES:
-        raise ConfigError(f"dtype is {loading['dtype']!r}, expected one of {', '.join(DTYPES)}")
+    loading["dtype"] = dtype_for(loading["dtype"])
     return TrainConfig(**fields), loading
 
 
 def run_train(args: argparse.Namespace) -> int:
     """Runs `train`; every process of `accelerate launch` does."""
-    config, loading = _told(args)
     rank = local_rank()
+    if rank:
+        logging.getLogger("tiny_engram").setLevel(logging.ERROR)  # one process speaks
+    if args.manifest is not None:
+        return run_manifest(args, _load)
+    refuse_manifest_options(args)
+    config, loading = _told(args)
     if args.print_config:
         if rank == 0:
             print(config_text(config, loading), end="")
@@ -143,12 +154,9 @@ def run_train(args: argparse.Namespace) -> int:
     check_writable(Path(config.output_dir))
     import torch
 
-    from tiny_engram.pipelines.loaders import load_pipeline
     from tiny_engram.training.loop import train
 
-    if rank:
-        logging.getLogger("tiny_engram").setLevel(logging.ERROR)  # one process speaks
-    pipe = load_pipeline(loading["model"], dtype=loading["dtype"], device=device_for(loading["device"]))
+    pipe = _load(loading, device_for(loading["device"]))
     try:
         result = train(pipe, config, loaded=loading)
     finally:

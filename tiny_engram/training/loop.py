@@ -163,21 +163,16 @@ def prepare_trainer(trainer: ConceptTrainer, progress: bool) -> None:
     trainer.begin()
 
 
-def teach(
-    pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, alone: bool = True
-) -> list[tuple[ConceptTrainer, TinyEngramError]]:
-    """Teach prepared concepts that `groups.group_key` puts together, all in one batch, each to its own end; those that are over leave it.
+def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_going: bool = False) -> None:
+    """Teach prepared concepts that `groups.group_concepts` puts together, all in one batch, each to its own end: those that are over leave
+    it, with a result.
 
     Args:
-        alone: an error of one ends all, and is raised. Otherwise the concept leaves the batch, and the others go on.
-
-    Returns:
-        The concepts that failed, each with the reason.
+        keep_going: a concept with an error leaves the batch, its `error` set, and the others go on. Otherwise the error is raised.
 
     Raises:
         KeyboardInterrupt: after a checkpoint of each concept's last whole step was written.
     """
-    failed: list[tuple[ConceptTrainer, TinyEngramError]] = []
     active = list(trainers)
 
     def leave(trainer: ConceptTrainer) -> None:
@@ -190,9 +185,9 @@ def teach(
                 act(trainer)
             except TinyEngramError as error:
                 # a process that fails alone may not go on: others would wait for it
-                if alone or trainer.accelerator.num_processes > 1:
+                if not keep_going or trainer.accelerator.num_processes > 1:
                     raise
-                failed.append((trainer, error))
+                trainer.error = error
                 leave(trainer)
                 trainer.close()
 
@@ -208,7 +203,7 @@ def teach(
             together = len(active)
             while len(active) == together:
                 batch.step()
-                if not alone:
+                if keep_going:
                     each(_check_loss)
                 each(ConceptTrainer.record)
                 bar.step(active)
@@ -218,7 +213,7 @@ def teach(
         with interrupts_held():  # a second one shall not spoil what is written
             for trainer in active:
                 trainer.stop()
-                if trainer.accelerator.is_main_process and alone:
+                if trainer.accelerator.is_main_process and not keep_going:
                     logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", trainer.run.step)
         raise
     except RuntimeError as error:
@@ -230,12 +225,11 @@ def teach(
         stands = f"the run stands at step {active[0].run.step}: go on with --resume_from_checkpoint latest"
         raise TinyEngramError(
             f"another process of this run has ended ({' '.join(str(error).split())[:120]}); "
-            f"{stands if alone else 'each concept has a checkpoint of its last step: the same command goes on'}"
+            f"{'each concept has a checkpoint of its last step: the same command goes on' if keep_going else stands}"
         ) from error
     finally:
         for trainer in active:
             trainer.close()
-    return failed
 
 
 def _check_loss(trainer: ConceptTrainer) -> None:

@@ -46,5 +46,9 @@ class Progress:
         self._finished += 1
         self._bar.update(unused)
 
+    def passed(self, steps: int) -> None:
+        """So many were done in an earlier session."""
+        self._bar.update(steps)
+
     def close(self) -> None:
         self._bar.close()

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from PIL import Image
 
-__all__ = ["REPORT", "Report"]
+__all__ = ["REPORT", "STYLE", "Report", "picture_uri"]
 
 REPORT = "report.html"
 T = TypeVar("T")
@@ -23,7 +23,7 @@ MOST_SHEETS, MOST_POINTS, WIDEST = 12, 1000, 1024
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 260, 56, 30, 12
 SMOOTHED = 25
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1d2430; --soft: #5d6878; --line: #d8dde4; --a: #1f6fd0; --b: #c2571a; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #14181e; --ink: #e6eaf0; --soft: #9aa6b5; --line: #333b46; --a: #6aaeff; --b: #f0995c; }
@@ -69,7 +69,7 @@ class Report:
         parts = [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+            f"<title>{title}</title><style>{STYLE}</style></head><body>",
             f"<h1>{title}</h1>",
             f"<h2>Loss</h2>{self._curve()}",
             self._pictures(),
@@ -129,7 +129,7 @@ class Report:
         figures = [
             f'<figure><img alt="pictures at step {step}" src="{uri}"><figcaption>step {step}</figcaption></figure>'
             for step, path in _thinned(sheets, MOST_SHEETS)
-            if (uri := _uri(path)) is not None
+            if (uri := picture_uri(path)) is not None
         ]
         if not figures:
             return ""
@@ -144,7 +144,7 @@ def _thinned(items: Sequence[T], most: int = MOST_POINTS) -> list[T]:
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def _uri(path: Path) -> str | None:
+def picture_uri(path: Path) -> str | None:
     """A sheet as a data URI, no wider than the page needs; None for one that is no picture any more."""
     try:
         with Image.open(path) as image:

@@ -5,6 +5,7 @@ May import torch, checkpoints, concept and the parts of training below the loop.
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tiny_engram.training.optimizers import restore_numbers, told_numbers
 from tiny_engram.training.role_rows import RoleRows
 from tiny_engram.training.rows import ConceptRows
 
-__all__ = ["Run", "resume"]
+__all__ = ["Run", "changed_settings", "refuse_resume", "resume"]
 
 logger = logging.getLogger(__name__)
 
@@ -152,16 +153,32 @@ class Run:
         self.keep()
 
 
-def resume(run: Run, folder: Path, config: TrainConfig) -> None:
-    """Take up the run of a checkpoint. Raises TinyEngramError if it taught another trigger, other mounts or other maps, began at
-    another class word, has done more steps than are asked for, or has none left for settings that are others now."""
-    tensors, state = load_checkpoint(folder)
-    now, before = config.to_dict(), {**OLD_DEFAULTS, **state["config"]}
+def refuse_resume(folder: Path, step: int, before: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raises TinyEngramError if a checkpoint of this step, whose config was `before`, taught another trigger, other mounts or other maps,
+    began at another class word, or has done more steps than are asked for."""
+    now, before = config.to_dict(), {**OLD_DEFAULTS, **before}
     for told in (now, before):
         if not GROUPS.keys() & set(told.get("mounts") or ()):
             told |= {"share": "none", "bands": 1}  # which say nothing of other mounts
     fields = ("trigger", "aliases", "mounts", "class_word", *OLD_DEFAULTS)
-    refuse_another_run(folder, state["step"], config.max_train_steps, [(field, before.get(field), now[field]) for field in fields])
-    tell_other_settings(folder, state["step"], before, now, _TOLD)
+    refuse_another_run(folder, step, config.max_train_steps, [(field, before.get(field), now[field]) for field in fields])
+
+
+def changed_settings(before: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """Names of what a run would be taught with that is another now than in `before`, a config as JSON; what that lacks is not compared."""
+    now = config.to_dict()
+    names = ("trigger", "aliases", "mounts", "class_word", "rho", "context_rho", *OLD_DEFAULTS, *_TOLD, "companions", "collage_pictures")
+    changed = [name for name in dict.fromkeys(names) if name in before and before[name] != now[name]]
+    folder = before.get("train_data_dir")
+    same = not isinstance(folder, str) or Path(folder).resolve() == Path(config.train_data_dir).resolve()
+    return changed if same else ["train_data_dir", *changed]
+
+
+def resume(run: Run, folder: Path, config: TrainConfig) -> None:
+    """Take up the run of a checkpoint. Raises TinyEngramError as `refuse_resume` does, or if none is left of its steps for settings that
+    are others now."""
+    tensors, state = load_checkpoint(folder)
+    refuse_resume(folder, state["step"], state["config"], config)
+    tell_other_settings(folder, state["step"], {**OLD_DEFAULTS, **state["config"]}, config.to_dict(), _TOLD)
     run.restore(tensors, state)
     logger.info("resumed from %s", folder)

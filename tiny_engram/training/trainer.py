@@ -87,11 +87,10 @@ class ConceptTrainer:
 
     Args:
         examples, loaded, on_step: as `train` takes them.
-        speaks: may a progress bar be shown?
 
     Attributes:
         steps: that this session has done.
-        result: once it is finished.
+        result: once it is finished. error: why it was left out, if it was.
 
     Raises:
         TinyEngramError: bad pictures or captions, a trigger that cannot be registered or is taken, no permission to write.
@@ -150,6 +149,7 @@ class ConceptTrainer:
         self._best = False
         self.data: TrainingData | None = None
         self.result: TrainResult | None = None
+        self.error: TinyEngramError | None = None
         self.began, self.begun_at, self._first_step = time.perf_counter(), self.run.step, 0.0
 
     @property
