@@ -1,5 +1,6 @@
 """Teaching on every family that can be taught: what a step reads is what is served, every role's rows get gradients and are kept."""
 
+import re
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import tiny_engram
 from tests.pipelines.conformance.cases import THERE, each_pipeline, family_named
 from tests.pipelines.tiny.base import TinyPipeline
+from tiny_engram.adapter import taught_families
 from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.denoiser_call import _parameters
@@ -163,3 +165,9 @@ def test_families_that_cannot_be_taught_say_why_and_which_can(config):
                 and "stable-diffusion-xl, stable-diffusion-3, flux-1" in line
                 and "ltx-video" not in line
             )
+
+
+def test_the_guide_names_the_families_that_can_be_taught(repo_root):
+    page = (repo_root / "docs" / "pipelines.md").read_text()
+    rows = page.split("<!-- taught -->")[1].split("<!-- /taught -->")[0]
+    assert re.findall(r"^\| `([\w.-]+)`", rows, re.MULTILINE) == taught_families()
