@@ -166,5 +166,6 @@ HUNYUAN_DIT = Family(
     encode=encode_twice,
     given={"encoder_hidden_states": "prompt_embeds", "encoder_hidden_states_t5": "prompt_embeds_2"},
     attentions=hunyuan_dit,
+    call={"use_resolution_binning": False},
     predicts=hunyuan_dit_prediction,
 )

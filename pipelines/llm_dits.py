@@ -1,7 +1,7 @@
 """Image pipelines whose prompt a language model reads: Sana, Lumina 2, Qwen-Image, Z-Image and FLUX.2."""
 
 from tiny_engram.pipelines.attentions import joint_blocks, lumina, sana, z_image
-from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family
+from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family, cleans_captions
 from tiny_engram.pipelines.latents import compressed, normalized, shifted
 from tiny_engram.pipelines.predictions import lumina_prediction, qwen_image_prediction, sana_prediction, z_image_prediction
 from tiny_engram.pipelines.texts import behind_system_message, chat_window, preprocessed, sequence_window, window_behind
@@ -14,6 +14,7 @@ SANA = Family(
     encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, lower_case=True, window=sequence_window),),
     returns=WITH_MASKS,
     attentions=sana,
+    call={"use_resolution_binning": False, "clean_caption": cleans_captions()},
     predicts=sana_prediction,
     latents=compressed,
 )
