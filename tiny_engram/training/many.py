@@ -15,7 +15,6 @@ import torch
 from accelerate import PartialState
 
 from tiny_engram.checkpoints import delete_checkpoints
-from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError, raise_faults
 from tiny_engram.interrupts import interrupts_held
 from tiny_engram.launched import local_rank
@@ -26,7 +25,7 @@ from tiny_engram.training.groups import TOGETHER, group_concepts
 from tiny_engram.training.loop import prepare_trainer, teach, teaching
 from tiny_engram.training.progress import Progress
 from tiny_engram.training.trainer import ConceptTrainer, TrainResult
-from tiny_engram.wording import counted
+from tiny_engram.wording import brief, counted
 
 __all__ = ["Outcome", "add_to_library", "train_concepts"]
 
@@ -199,7 +198,7 @@ class _Many:
             self._fail(number, trainer.error)
 
     def _fail(self, number: int, error: Exception) -> None:
-        self.errors[number] = " ".join(str(error).split())
+        self.errors[number] = brief(" ".join(str(error).split()))
         logger.warning("%s is left out: %s", self.names[number], self.errors[number])
 
     def _go_back(self, numbers: Sequence[int], trainers: Mapping[int, ConceptTrainer]) -> None:
@@ -234,14 +233,15 @@ def add_to_library(path: Path, outcomes: Sequence[Outcome]) -> int:
     Raises:
         LibraryError: as `ConceptLibrary.add_many` does, or a name is that of another trigger.
     """
-    made = [(Concept.load(outcome.path), outcome.name) for outcome in outcomes if outcome.error is None]
+    made = [outcome for outcome in outcomes if outcome.error is None]
     path.parent.mkdir(parents=True, exist_ok=True)
     with ConceptLibrary.open(path) if path.exists() else ConceptLibrary.create(path) as library:
-        old = [(name, library.entry(name).trigger, concept.trigger) for concept, name in made if name in library]
-        for name, before, now in old:
+        there = [outcome for outcome in made if outcome.name in library]
+        for outcome in there:
+            before, now = library.entry(outcome.name).trigger, outcome.config.trigger
             if before != now:
-                raise LibraryError(f"{path}: {name!r} is the concept of {before!r} there, not of {now!r}; choose another library")
-        new = [(concept, name) for concept, name in made if name not in library or library.read(name) != concept.to_bytes()]
-        library.remove(*(name for _, name in new if name in library))
-        library.add_many(new)
+                raise LibraryError(f"{path}: {outcome.name!r} is the concept of {before!r} there, not of {now!r}; choose another library")
+        same = {outcome.name for outcome in there if library.read(outcome.name) == outcome.path.read_bytes()}
+        library.remove(*(outcome.name for outcome in there if outcome.name not in same))
+        library.add_many([(outcome.path, outcome.name) for outcome in made if outcome.name not in same])
     return len(made)
