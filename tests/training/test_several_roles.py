@@ -9,10 +9,12 @@ from PIL import Image
 import tiny_engram
 from tests.pipelines.tiny.flux import flux
 from tests.pipelines.tiny.stable_diffusion import version_3, xl
+from tests.pipelines.tiny.t5 import hunyuandit
 from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.training import loop, objective, train, trainer
+from tiny_engram.training.cache import encode_picture
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.many import train_concepts
 from tiny_engram.training.prepared import prepare
@@ -81,7 +83,7 @@ def test_half_precision_and_gradient_checkpoints(config, tmp_path):
     assert half.losses == pytest.approx(plain.losses, rel=0.05)
 
 
-@pytest.mark.parametrize("build", [xl, version_3], ids=["xl", "3"])
+@pytest.mark.parametrize("build", [xl, version_3, pytest.param(hunyuandit, marks=pytest.mark.families)], ids=["xl", "3", "hunyuandit"])
 def test_a_class_word_moves_every_encoder_s_states_to_its_own(build, config):
     pipe = build()
     options = config(mounts=("input", "span"), class_word="lamp", rho=4.0)
@@ -150,3 +152,21 @@ def test_maps_where_there_are_none_are_refused_with_the_way_out(config):
         train(flux(), config(mounts=("value",), attention_rank=1), progress=False)
     with pytest.raises(TinyEngramError, match="mount 'pooled' is unknown at clip_l"):
         train(xl(), config(mounts=("pooled",)), progress=False)
+
+
+def test_a_vae_of_half_precision_encodes_in_whole_where_it_asks_for_that():
+    pipe = xl()
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    pipe.vae.half()
+    before = {name: p.clone() for name, p in pipe.vae.state_dict().items()}
+    seen: list[torch.dtype] = []
+    handle = pipe.vae.encoder.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    mean, _ = encode_picture(pipe, picture, (64, 64))
+    handle.remove()
+    assert seen == [torch.float32] and pipe.vae.dtype == torch.float16
+    assert all(torch.equal(p, before[name]) for name, p in pipe.vae.state_dict().items())
+    torch.testing.assert_close(mean, encode_picture(xl(), picture, (64, 64))[0], rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        next(pipe.vae.parameters()).fill_(torch.nan)
+    with pytest.raises(TinyEngramError, match="latents that are no numbers in torch.float16; load it in float32 or bfloat16"):
+        encode_picture(pipe, picture, (64, 64))

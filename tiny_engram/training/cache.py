@@ -4,7 +4,8 @@ Behind the encoder its output is as good as the text. Only rows on the token emb
 then no more of it than what they reach. May import torch, diffusers' image processor, data and the adapter's parts.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,7 +228,10 @@ def encode_pictures(pipe: Any, pictures: Iterable[Image.Image], resolution: int)
 
 @torch.no_grad()
 def encode_picture(pipe: Any, picture: Image.Image, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of one picture at (width, height): float32 `[channels, h, w]` each, as the pipeline's family has them."""
+    """The same of one picture at (width, height): float32 `[channels, h, w]` each, as the pipeline's family has them.
+
+    Raises TinyEngramError for latents that are no numbers, or a pipeline of no known family.
+    """
     from diffusers.image_processor import VaeImageProcessor
 
     vae, (width, height) = pipe.vae, size
@@ -235,5 +239,22 @@ def encode_picture(pipe: Any, picture: Image.Image, size: tuple[int, int]) -> tu
     family = find_family(pipe)
     if family is None:
         raise TinyEngramError(f"{type(pipe).__name__} is of no known family, so how its latents are scaled is unknown; attach to it first")
-    mean, std = family.latents(pipe, pixels.to(vae.device, vae.dtype))
+    with _precise(vae):
+        mean, std = family.latents(pipe, pixels.to(vae.device, vae.dtype))
+    if not (mean.isfinite().all() and std.isfinite().all()):
+        raise TinyEngramError(f"the VAE gives latents that are no numbers in {vae.dtype}; load it in float32 or bfloat16")
     return mean[0], std[0]
+
+
+@contextmanager
+def _precise(vae: Any) -> Iterator[None]:
+    """A VAE in float32 inside, where its config asks for that and it is in float16: Stable Diffusion XL's runs over there. Its weights
+    keep their bits."""
+    upcast = vae.dtype == torch.float16 and bool(getattr(vae.config, "force_upcast", False))
+    try:
+        if upcast:
+            vae.to(torch.float32)
+        yield
+    finally:
+        if upcast:
+            vae.to(torch.float16)

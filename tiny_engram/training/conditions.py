@@ -133,19 +133,20 @@ class ConditionBatch:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Distinct captions, each as the pipeline encodes it alone: `said` by name, a tensor `[1, ...]` or a list of one `[time, width]`; and
-    what each role's encoder was given."""
+    """Distinct captions, each as the pipeline encodes it alone: `said` by name, a tensor `[1, ...]` or a list of one `[time, width]`, in
+    the host's memory, since those of T5 take megabytes each; and what each role's encoder was given. `device` is the denoiser's."""
 
     texts: tuple[str, ...]
     said: tuple[Mapping[str, Any], ...]
     calls: Mapping[str, tuple[_Call, ...]]
     encoders: Mapping[str, ReadEncoder]
     place: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    device: torch.device
 
     def batch(self, picks: Sequence[int]) -> ConditionBatch:
         """These captions, the shorter ones' embeds and masks filled up with zeros, as pipelines do it."""
         each = [self.said[pick] for pick in picks]
-        said = {name: _together([one[name] for one in each]) for name in each[0]}
+        said = {name: _on(_together([one[name] for one in each]), self.device) for name in each[0]}
         held, distinct = self.place(said), list(dict.fromkeys(picks))
         parts = {}
         for role, calls in self.calls.items():
@@ -159,6 +160,10 @@ class Conditions:
                 tuple(distinct.index(pick) for pick in picks),
             )
         return ConditionBatch(said, parts, self.place)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return [row.to(device) for row in value] if isinstance(value, list) else value.to(device)
 
 
 def _together(values: Sequence[Any]) -> Any:
@@ -185,7 +190,7 @@ def joined_conditions(parts: Sequence[Conditions], positions: Sequence[int | Map
             joined += [replace(call, places=places) for call, places in zip(part.calls[role], shifted, strict=True)]
             ahead += own[role] if isinstance(own, Mapping) else own
     texts, said = (tuple(one for part in parts for one in getattr(part, name)) for name in ("texts", "said"))
-    return Conditions(texts, said, {role: tuple(each) for role, each in calls.items()}, first.encoders, first.place)
+    return Conditions(texts, said, {role: tuple(each) for role, each in calls.items()}, first.encoders, first.place, first.device)
 
 
 @contextmanager
@@ -216,6 +221,7 @@ def cache_conditions(adapter: EngramAdapter, concept: Concept, texts: Sequence[s
     distinct, encoders = tuple(dict.fromkeys(texts)), {role: encoder_of(adapter, role) for role in concept.roles}
     said: list[Mapping[str, Any]] = []
     calls: dict[str, list[_Call]] = {role: [] for role in concept.roles}
+    device = torch.device("cpu")
 
     def place(embeds: Mapping[str, Any]) -> Mapping[str, Any]:
         return adapter.family.states(adapter.pipe, embeds)
@@ -224,13 +230,14 @@ def cache_conditions(adapter: EngramAdapter, concept: Concept, texts: Sequence[s
         for text in distinct:
             heard.clear()
             embeds = _with_masks(adapter.family, adapter.embeds([text]))
-            said.append(embeds)
+            device = adapter.family.text_of(embeds).device
+            said.append({name: _on(value, torch.device("cpu")) for name, value in embeds.items()})
             for role, encoder in encoders.items():
                 if role not in heard:
                     raise TinyEngramError(f"{type(adapter.pipe).__name__} encodes {text!r} without its encoder of {role}; load it whole")
                 kept = INPUT in concept.roles[role].mounts
                 calls[role].append(_call_of(adapter, concept, role, text, encoder, heard[role], place(embeds)[role], kept))
-    return Conditions(distinct, tuple(said), {role: tuple(each) for role, each in calls.items()}, encoders, place)
+    return Conditions(distinct, tuple(said), {role: tuple(each) for role, each in calls.items()}, encoders, place, device)
 
 
 def _with_masks(family: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
