@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from tiny_engram.checkpoints import delete_checkpoints
 from tiny_engram.errors import TinyEngramError, raise_faults
 from tiny_engram.interrupts import interrupts_held
 from tiny_engram.launched import local_rank
 from tiny_engram.library import ConceptLibrary, LibraryError
+from tiny_engram.run_setup import accelerator_for
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.faults import BEGIN, RESUME, THERE, faults_of, labels_of, standing, trigger_faults
 from tiny_engram.training.groups import TOGETHER, group_concepts
@@ -94,7 +94,8 @@ def train_concepts(
             except TinyEngramError as error:
                 faults.append(f"{label}: {error}")
         raise_faults(faults)
-        PartialState().wait_for_everyone()  # all processes have looked at the folders before one of them writes
+        if configs:  # all processes have looked at the folders before one of them writes
+            accelerator_for(configs[0], Path(configs[0].output_dir)).wait_for_everyone()
         return _Many(pipe, adapter, configs, states, on_step, loaded).teach(concepts_together, progress)
 
 
