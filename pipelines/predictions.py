@@ -166,7 +166,7 @@ def lumina_prediction(pipe: Any, noisy: Any, timesteps: Any, embeds: Embeds, fra
 
 def z_image_prediction(pipe: Any, noisy: Any, timesteps: Any, embeds: Embeds, frames: Any) -> Any:
     """Lists of pictures and texts; it counts from noise to picture, and says the way there."""
-    said = pipe.transformer(list(noisy.unsqueeze(2)), (1000 - timesteps) / 1000, embeds["prompt_embeds"], return_dict=False)[0]
+    said = pipe.transformer(list(noisy.unsqueeze(2)), (1000 - timesteps) / 1000, embeds["prompt_embeds"])[0]
     return -torch.stack([one.float() for one in said]).squeeze(2)
 
 

@@ -44,8 +44,8 @@ def alone(tiny: TinyPipeline) -> dict[str, Any]:
 
 
 def told(call: dict[str, Any]) -> dict[str, Any]:
-    """What says something: neither None nor a mapping of nothing else."""
-    kept = {name: told(value) if isinstance(value, dict) else value for name, value in call.items()}
+    """What says something of the picture: neither None nor a mapping of nothing else, nor how the answer is wrapped."""
+    kept = {name: told(value) if isinstance(value, dict) else value for name, value in call.items() if name != "return_dict"}
     return {name: value for name, value in kept.items() if value is not None and not (isinstance(value, dict) and not value)}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionXLInpaintPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline, UNet2DConditionModel
 from PIL import Image
 
 import tiny_engram
@@ -145,6 +145,12 @@ def test_what_reads_more_than_noise_is_refused(config):
     painting = StableDiffusionXLInpaintPipeline(**{**pipe.components, "unet": unet}, add_watermarker=False)
     with pytest.raises(TinyEngramError, match="reads 9 channels, expected the 4 of its VAE's latents: .* teach on the base"):
         train(painting, config(mounts=("span",)), progress=False)
+
+
+def test_a_refiner_is_refused(config):
+    pipe = StableDiffusionXLImg2ImgPipeline(**xl().components, requires_aesthetics_score=True, add_watermarker=False)
+    with pytest.raises(TinyEngramError, match="refines what another one drew, and is told how beautiful that is"):
+        train(pipe, config(mounts=("span",)), progress=False)
 
 
 def test_maps_where_there_are_none_are_refused_with_the_way_out(config):
