@@ -162,13 +162,13 @@ def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_
         active.remove(trainer)
         bar.finished(max(0, trainer.config.max_train_steps - trainer.run.step))
 
-    def each(act: Callable[[ConceptTrainer], object]) -> None:
+    def each(act: Callable[[ConceptTrainer], object], *, alike: bool = True) -> None:
         for trainer in tuple(active):
             try:
                 act(trainer)
             except TinyEngramError as error:
                 # a process that fails alone may not go on: others would wait for it
-                if not keep_going or trainer.accelerator.num_processes > 1:
+                if not keep_going or (trainer.accelerator.num_processes > 1 and not alike):
                     raise
                 trainer.error = error
                 leave(trainer)
@@ -188,23 +188,21 @@ def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_
                 batch.step()
                 if keep_going:
                     each(_check_loss)
-                each(ConceptTrainer.record)
+                each(ConceptTrainer.record, alike=False)
                 bar.step(active)
                 each(settle)
     except KeyboardInterrupt:
         bar.close()
         with interrupts_held():  # a second one shall not spoil what is written
-            for trainer in active:
-                trainer.stop()
-                if trainer.accelerator.is_main_process and not keep_going:
-                    logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", trainer.run.step)
+            _stop(active)
+            if not keep_going and active and active[0].accelerator.is_main_process:
+                logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", active[0].run.step)
         raise
     except RuntimeError as error:
         if not active or not lost_process(active[0].accelerator, error):
             raise
         bar.close()
-        for trainer in active:
-            trainer.stop()
+        _stop(active)
         stands = f"the run stands at step {active[0].run.step}: go on with --resume_from_checkpoint latest"
         raise TinyEngramError(
             f"another process of this run has ended ({' '.join(str(error).split())[:120]}); "
@@ -213,6 +211,18 @@ def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_
     finally:
         for trainer in active:
             trainer.close()
+
+
+def _stop(trainers: Sequence[ConceptTrainer]) -> None:
+    """Write the last whole step of each. Raises the first error, such as a full disk, after all have been tried."""
+    errors: list[TinyEngramError] = []
+    for trainer in trainers:
+        try:
+            trainer.stop()
+        except TinyEngramError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _check_loss(trainer: ConceptTrainer) -> None:
