@@ -17,7 +17,7 @@ from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.interrupts import interrupts_held
 from tiny_engram.maps import GivenMaps
-from tiny_engram.run_setup import frozen
+from tiny_engram.run_setup import frozen, recomputed
 from tiny_engram.together import lost_process
 from tiny_engram.training import objective
 from tiny_engram.training.config import TrainConfig
@@ -92,7 +92,10 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"{type(pipe).__name__} is of the family {adapter.family.name}: expected stable-diffusion-1 or pixart, which can be taught "
                 "so far; concepts made elsewhere can be loaded"
             )
-        still = frozen(getattr(pipe, adapter.family.denoiser), pipe.vae, *(m.module for m in adapter.mounts.values()))
+        denoiser = getattr(pipe, adapter.family.denoiser)
+        still = frozen(denoiser, pipe.vae, *(m.module for m in adapter.mounts.values()))
+        # of several concepts that share batches, one that asks for it is enough
+        again = recomputed(denoiser) if any(config.gradient_checkpointing for config in configs) else nullcontext()
         (contexts,) = adapter.contexts.values()
         config = next((config for config in configs if config.at_denoiser), None)
         if config is not None and not contexts.names:
@@ -100,7 +103,7 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"mounts {', '.join(map(repr, config.mounts))}, maps of rank {config.attention_rank} and {config.feedforward_rank}: the "
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
-        with still, _alone(adapter), contexts.held() if config is not None else nullcontext():
+        with still, again, _alone(adapter), contexts.held() if config is not None else nullcontext():
             yield adapter
     finally:
         if not borrowed:
