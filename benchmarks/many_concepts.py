@@ -193,5 +193,7 @@ def manifest(
         longer = concepts * (mean + more * found.single_step) / (whole + groups * more * found.group_step)
         figures["ratio_of_most_steps"] = longer
         rows.append(row(f"the same of {MOST_STEPS} steps, reckoned from the steps of short runs", f"{longer:.2f}"))
-    record("training", "manifest", figures=figures, rows=rows, packages=("diffusers", "transformers", "accelerate"))
+    kind = device.partition(":")[0]
+    section = "manifest" if kind == "cpu" else f"manifest, {kind}"
+    record("training", section, figures=figures, rows=rows, packages=("diffusers", "transformers", "accelerate"))
     print(*(f"{each['measure']}: {each['figure']} {each['target']}" for each in rows), sep="\n")

@@ -64,7 +64,7 @@ class Loop(ABC):
 
     @torch.no_grad()
     def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.pipe.vae.encode(pixels).latent_dist.sample() * self.pipe.vae.config.scaling_factor
+        return self.pipe.vae.encode(pixels.to(self.pipe.device)).latent_dist.sample() * self.pipe.vae.config.scaling_factor
 
     def loss(self) -> torch.Tensor:
         """Mean squared error of a batch, at timesteps and noise drawn for it."""
@@ -76,8 +76,8 @@ class Loop(ABC):
         texts = list(islice(self._captions, self.batch))
         ids = self.tokenizer(texts, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
         noise = torch.randn_like(latents)
-        timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (self.batch,))
-        states = self.text_encoder(ids)[0]
+        timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (self.batch,), device=latents.device)
+        states = self.text_encoder(ids.to(latents.device))[0]
         said = self.unet(scheduler.add_noise(latents, noise, timesteps), timesteps, states).sample
         kind = scheduler.config.prediction_type
         wanted = noise if kind == "epsilon" else scheduler.get_velocity(latents, noise, timesteps)
@@ -109,7 +109,7 @@ class TextualInversion(Loop):
         embeddings.weight.requires_grad_(True)
         self.table, self.taught = embeddings.weight, self.tokenizer.convert_tokens_to_ids(self.word)
         self.original, self.parameters = embeddings.weight.detach().clone(), [embeddings.weight]
-        self.others = torch.ones(len(self.tokenizer), dtype=torch.bool)
+        self.others = torch.ones(len(self.tokenizer), dtype=torch.bool, device=self.table.device)
         self.others[self.taught] = False
 
     @torch.no_grad()

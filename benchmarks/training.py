@@ -1,6 +1,6 @@
 """What training costs beside the field's own loops, on the embedded base.
 
-    python benchmarks/training.py steps         # benchmarks/results/training.json, section "steps"
+    python benchmarks/training.py steps [--device cuda]         # benchmarks/results/training.json, section "steps" or "steps, cuda"
     python benchmarks/training.py manifest      # section "manifest": see many_concepts.py
 
 A step of ours, with rows at the encoder's output alone and by the default recipe, one of textual inversion with latents that were made
@@ -34,8 +34,8 @@ OURS = {"span": SPAN, "default": {}}
 CACHED, SHIPPED = 1.0, 0.8
 
 
-def the_pipeline() -> Any:
-    pipe = load_pipeline(device="cpu")
+def the_pipeline(device: str) -> Any:
+    pipe = load_pipeline(device=device)
     for part in (pipe.unet, pipe.vae, pipe.text_encoder):
         part.requires_grad_(False).eval()
     return pipe
@@ -75,10 +75,17 @@ def check_rivals(pipe: Any, loops: dict[str, Loop]) -> None:
     need(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a loop moved the base")
 
 
+def now() -> float:
+    """Seconds, after all that was launched is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def seconds_of(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    begin = now()
     action()
-    return time.perf_counter() - begin
+    return now() - begin
 
 
 def timed(pipe: Any, loops: dict[str, Loop], folder: Path, steps: int) -> dict[str, list[dict[str, float]]]:
@@ -86,23 +93,23 @@ def timed(pipe: Any, loops: dict[str, Loop], folder: Path, steps: int) -> dict[s
     found: dict[str, list[dict[str, float]]] = {}
     for name, changes in OURS.items():
         rounds: list[dict[str, float]] = []
-        last = time.perf_counter()
+        last = now()
 
         def after(step: int, loss: float, rounds: list[dict[str, float]] = rounds) -> None:
             nonlocal last
-            one = {"ours": time.perf_counter() - last} | {rival: seconds_of(loop) for rival, loop in loops.items()}
+            one = {"ours": now() - last} | {rival: seconds_of(loop) for rival, loop in loops.items()}
             if step > WARM_UP:
                 rounds.append(one)
-            last = time.perf_counter()
+            last = now()
 
         train(pipe, recipe(folder / name, steps + WARM_UP, BATCH, **changes), progress=False, on_step=after)
         found[name] = rounds
     return found
 
 
-def memory(name: str) -> int:
+def memory(name: str, device: str) -> int:
     """The most bytes of a process that runs one loop: three steps of a rival, or of ours; "base" loads the pipeline alone."""
-    pipe = the_pipeline()
+    pipe = the_pipeline(device)
     if name in OURS:
         with tempfile.TemporaryDirectory() as folder:
             train(pipe, recipe(Path(folder), 3, BATCH, **OURS[name]), progress=False)
@@ -113,8 +120,8 @@ def memory(name: str) -> int:
     return peak_bytes()
 
 
-def steps(count: int) -> None:
-    pipe = the_pipeline()
+def steps(count: int, device: str) -> None:
+    pipe = the_pipeline(device)
     loops = rivals(pipe)
     check_rivals(pipe, loops)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,8 +129,9 @@ def steps(count: int) -> None:
             check(pipe, Path(folder) / "check" / name, BATCH, **changes)
         found = timed(pipe, loops, Path(folder), count)
     names = [*OURS, *loops]
+    alone = [sys.executable, __file__, "memory", "--device", device]
     peaks = {
-        name: int(subprocess.run([sys.executable, __file__, "memory", name], check=True, capture_output=True, text=True).stdout.split()[-1])
+        name: int(subprocess.run([*alone, name], check=True, capture_output=True, text=True).stdout.split()[-1])
         for name in ("base", *names)
     }
     ratios = {
@@ -147,7 +155,13 @@ def steps(count: int) -> None:
             rows.append(row(f"{words[ours]} over {words[rival]}", f"{ratio:.3f}", target, met))
     rows += [row(f"peak memory, {words[name]}", f"{peaks[name] / 2**20:,.0f} MiB") for name in names]
     figures = {"rounds": found, "ratios": ratios, "seconds": seconds, "peak_bytes": peaks, "batch": BATCH, "side": SIDE}
-    record("training", "steps", figures=figures, rows=rows, packages=("diffusers", "transformers", "peft"))
+    record(
+        "training",
+        "steps" if device == "cpu" else f"steps, {device}",
+        figures=figures,
+        rows=rows,
+        packages=("diffusers", "transformers", "peft"),
+    )
 
 
 def main() -> None:
@@ -155,21 +169,21 @@ def main() -> None:
     parser.add_argument("what", choices=("steps", "memory", "manifest"))
     parser.add_argument("name", nargs="?", default="base")
     parser.add_argument("--steps", type=int, help="timed (default: 20; of manifest, as many as fit into --seconds, at most 300)")
+    parser.add_argument("--device", default="cpu")
     of_manifest = parser.add_argument_group("manifest")
     of_manifest.add_argument("--concepts", type=int, default=100)
     of_manifest.add_argument("--singles", type=int, default=6, help="single runs that are timed")
     of_manifest.add_argument("--together", type=int, default=8, help="concepts of one batch")
     of_manifest.add_argument("--batch", type=int, default=BATCH)
     of_manifest.add_argument("--collages", type=int, default=0)
-    of_manifest.add_argument("--device")
     of_manifest.add_argument("--seconds", type=float, default=240.0, help="that the whole stage may take")
     args = parser.parse_args()
     if args.what == "memory":
-        print(memory(args.name))
+        print(memory(args.name, args.device))
     elif args.what == "manifest":
         many_concepts.manifest(args.concepts, args.singles, args.together, args.steps, args.batch, args.collages, args.device, args.seconds)
     else:
-        steps(args.steps or 20)
+        steps(args.steps or 20, args.device)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def need(ok: bool, what: str) -> None:
 
 
 def peak_bytes() -> int:
-    """The most that this process has held."""
+    """The most that this process has held: on its CUDA device if it used one, else in memory."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -52,10 +54,10 @@ def peak_bytes() -> int:
 def error_with(pipe: Any, states: torch.Tensor) -> float:
     """Mean squared error of the denoiser's v-prediction at fixed pictures, timesteps and noise: states `[1, time, width]`."""
     pictures = [load_picture(path).resize((128, 128)) for path in sorted(SUBJECT.glob("*.png"))]
-    pixels = torch.cat([pipe.image_processor.preprocess(picture) for picture in pictures]).repeat(4, 1, 1, 1)
+    pixels = torch.cat([pipe.image_processor.preprocess(picture) for picture in pictures]).repeat(4, 1, 1, 1).to(pipe.device)
     latents = pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
-    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
-    timesteps = torch.linspace(50, 950, len(latents)).long()
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(pipe.device)
+    timesteps = torch.linspace(50, 950, len(latents)).long().to(pipe.device)
     noisy = pipe.scheduler.add_noise(latents, noise, timesteps)
     wanted = pipe.scheduler.get_velocity(latents, noise, timesteps)
     return (pipe.unet(noisy, timesteps, states.expand(len(latents), -1, -1)).sample - wanted).square().mean().item()

@@ -16,7 +16,7 @@ from torch import nn
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_config import RunConfig
 
-__all__ = ["accelerator_for", "close_trackers", "frozen", "log_sheet", "tracked_values"]
+__all__ = ["accelerator_for", "close_trackers", "frozen", "log_sheet", "recomputed", "tracked_values"]
 
 
 def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelerator:
@@ -77,3 +77,24 @@ def frozen(*modules: nn.Module) -> Iterator[None]:
             p.requires_grad_(flag)
         for child, mode in modes:
             child.training = mode
+
+
+@contextmanager
+def recomputed(denoiser: Any) -> Iterator[None]:
+    """A denoiser of diffusers that computes its blocks again in the backward pass rather than keep what that needs; put back afterwards.
+
+    Raises:
+        TinyEngramError: its class cannot.
+    """
+    if not getattr(denoiser, "_supports_gradient_checkpointing", False):
+        raise TinyEngramError(
+            f"gradient_checkpointing is True, but {type(denoiser).__name__} cannot compute its blocks again; leave it out, or lower "
+            "train_batch_size and raise gradient_accumulation_steps"
+        )
+    flags = [(module, module.gradient_checkpointing) for module in denoiser.modules() if hasattr(module, "gradient_checkpointing")]
+    try:
+        denoiser.enable_gradient_checkpointing()
+        yield
+    finally:
+        for module, flag in flags:
+            module.gradient_checkpointing = flag

@@ -37,6 +37,7 @@ TRAIN_HELP = {
     "train_batch_size": "samples of one pass through the denoiser",
     "max_train_steps": "steps of teaching",
     "gradient_accumulation_steps": "passes that make one step",
+    "gradient_checkpointing": "compute the denoiser's blocks again in the backward pass: less memory, slower steps",
     "learning_rate": "of the concept's rows",
     "gate_learning_rate": "of the gates that say how much of a row is added",
     "map_learning_rate": "of the maps, see --attention_rank",

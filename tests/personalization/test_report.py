@@ -210,7 +210,8 @@ def test_the_command(data, tmp_path, capsys):
     assert report.cli([*words, "--check"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "does not agree" in said and "summary" in said
-    page.write_text(report.fill_in(page.read_text(), Results.load(kept), tmp_path))
+    filled = report.fill_in(page.read_text(), Results.load(kept), tmp_path)
+    page.write_text(report.fill_in_second(filled, Results.load(report.PATH_SECOND), tmp_path))
     assert report.cli([*words, "--check"]) == 0
     for bad in ("{", "[]"):
         kept.write_text(bad)

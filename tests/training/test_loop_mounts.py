@@ -149,12 +149,22 @@ def test_samples_one_by_one_are_samples_together(pipe, config, tmp_path):
 def test_gradient_checkpoints_read_the_same(tiny, pipe, config, tmp_path):
     plain = teach(pipe, config(**ALL, max_train_steps=2))
     other = tiny.build()
-    other.unet.enable_gradient_checkpointing()
-    kept = teach(other, config(**ALL, max_train_steps=2, output_dir=str(tmp_path / "kept")))
+    runs: list[int] = []
+    projection = other.unet.down_blocks[1].attentions[0].transformer_blocks[0].attn2.to_k
+    projection.register_forward_pre_hook(lambda module, args: runs.append(len(args[0])))
+    kept = teach(other, config(**ALL, max_train_steps=2, output_dir=str(tmp_path / "kept"), gradient_checkpointing=True))
+    assert runs.count(2) == 4  # each of two steps runs it again in the backward pass
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in other.unet.modules())
     assert kept.losses == pytest.approx(plain.losses, rel=1e-4)
     a, b = (load_checkpoint(p.path.parent / "checkpoint-2")[0] for p in (plain, kept))
     torch.testing.assert_close(a["optimizer.rows.exp_avg"], b["optimizer.rows.exp_avg"], rtol=1e-2, atol=1e-5)
     torch.testing.assert_close(a["optimizer.maps.exp_avg"], b["optimizer.maps.exp_avg"], rtol=1e-2, atol=1e-5)
+
+
+def test_a_denoiser_that_cannot_compute_again_is_told(pipe, config, monkeypatch):
+    monkeypatch.setattr(type(pipe.unet), "_supports_gradient_checkpointing", False)
+    with pytest.raises(TinyEngramError, match="gradient_checkpointing is True, but UNet2DConditionModel cannot compute its blocks again"):
+        teach(pipe, config(**ALL, gradient_checkpointing=True))
 
 
 def test_mixed_precision(pipe, config, tmp_path, fresh_accelerate):

@@ -172,6 +172,20 @@ def test_the_same_command_skips_what_is_there_and_refuses_other_settings(pipe, c
     assert longer[0].result is not None and longer[0].result.losses[:2] == pytest.approx(last(configs[0])[1]["losses"][:2])
 
 
+def test_one_that_is_begun_again_and_stopped_is_not_taken_for_finished(pipe, concepts):
+    (config,), (changed,) = concepts("out", 1, max_train_steps=2), concepts("out", 1, max_train_steps=2, learning_rate=1e-2)
+    teach(pipe, [config])
+
+    def killed(*_):
+        raise RuntimeError("as if killed: nothing is written on the way out")
+
+    with pytest.raises(RuntimeError):
+        teach(pipe, [changed], again=True, on_step=killed)
+    assert list_checkpoints(Path(config.output_dir)) == [] and config.concept_path.exists()
+    (outcome,) = teach(pipe, [changed])
+    assert outcome.result is not None and Concept.load(outcome.path).recipe["learning_rate"] == 1e-2
+
+
 def test_memory_that_runs_out_halves_the_group(pipe, concepts, caplog, monkeypatch):
     whole = teach(pipe, concepts("whole"))
     sizes, real = [], loop.denoising_loss
@@ -237,6 +251,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_written(pipe, adapter,
         config(trigger="three", train_data_dir=str(tmp_path / "none"), output_dir=str(tmp_path / "d")),
         config(trigger="four", name="zqx", output_dir=str(tmp_path / "e")),
         config(trigger="five", output_dir=str(tmp_path / "mine")),
+        config(trigger="six", output_dir=str(tmp_path / "g"), validation_loss_steps=1, validation_data_dir=str(tmp_path / "empty")),
     ]
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(TinyEngramError) as caught:
@@ -251,6 +266,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_written(pipe, adapter,
         "concept 6 ('three'): ",
         "concept 7 ('zqx'): its name 'zqx' is that of concept 1 ('zqx'); give it another",
         "concept 8 ('five'): ",
+        "concept 9 ('six'): ",
     ):
         assert words in said, (words, said)
     with pytest.raises(TinyEngramError, match=r"concept 1 \('taken word'\)"):

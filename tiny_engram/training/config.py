@@ -39,6 +39,8 @@ class TrainConfig(RunConfig):
             pictures' style and background with it: what the caption does not say, the rows must.
         skip_bad_pictures: go on without pictures that cannot be read (they are named) instead of stopping.
         resolution: side of the square pictures are cropped to; None takes the base's own.
+        gradient_checkpointing: the denoiser's blocks are computed again in the backward pass rather than keep what that needs: less memory,
+            slower steps.
         learning_rate: of the rows; gates take `gate_learning_rate`, maps `map_learning_rate`.
         optimizer: "adam"; "adamw", with weight decay beside the gradients; "adamw8bit", the same with its state in bytes (needs
             bitsandbytes); "prodigy", which finds its rate itself (needs prodigyopt): `learning_rate` is then a factor of that, 1 as a rule,
@@ -99,6 +101,7 @@ class TrainConfig(RunConfig):
     train_batch_size: int = 8
     max_train_steps: int = 300
     gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
     learning_rate: float = 1.4e-2
     gate_learning_rate: float = 1.4e-2
     map_learning_rate: float = 5.6e-3

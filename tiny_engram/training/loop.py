@@ -7,7 +7,7 @@ ever sees them. May import everything in tiny_engram but pipelines and cli.
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tiny_engram.contexts import ContextMounts
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.interrupts import interrupts_held
 from tiny_engram.maps import GivenMaps
-from tiny_engram.run_setup import frozen
+from tiny_engram.run_setup import frozen, recomputed
 from tiny_engram.together import lost_process
 from tiny_engram.training import objective
 from tiny_engram.training.config import TrainConfig
@@ -102,7 +102,10 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"{type(pipe).__name__} is of the family {adapter.family.name}, which cannot be taught: {adapter.family.untaught}; "
                 f"expected one of {', '.join(taught_families())}; concepts made elsewhere can be loaded"
             )
-        still = frozen(getattr(pipe, adapter.family.denoiser), pipe.vae, *(m.module for m in adapter.mounts.values()))
+        denoiser = getattr(pipe, adapter.family.denoiser)
+        still = frozen(denoiser, pipe.vae, *(m.module for m in adapter.mounts.values()))
+        # of several concepts that share batches, one that asks for it is enough
+        again = recomputed(denoiser) if any(config.gradient_checkpointing for config in configs) else nullcontext()
         config = next((config for config in configs if config.at_denoiser), None)
         if config is not None and not any(contexts.names for contexts in adapter.contexts.values()):
             raise TinyEngramError(
@@ -115,7 +118,7 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"attention_rank is {mapped.attention_rank} and feedforward_rank {mapped.feedforward_rank}, but no maps can be put into a "
                 f"{type(pipe).__name__}, which reads text and picture in one attention; pass --attention_rank 0 --feedforward_rank 0"
             )
-        with still, _alone(adapter), ExitStack() as held:
+        with still, again, _alone(adapter), ExitStack() as held:
             for contexts in adapter.contexts.values() if config is not None else ():
                 held.enter_context(contexts.held())
             yield adapter
@@ -179,13 +182,13 @@ def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_
         active.remove(trainer)
         bar.finished(max(0, trainer.config.max_train_steps - trainer.run.step))
 
-    def each(act: Callable[[ConceptTrainer], object]) -> None:
+    def each(act: Callable[[ConceptTrainer], object], *, alike: bool = True) -> None:
         for trainer in tuple(active):
             try:
                 act(trainer)
             except TinyEngramError as error:
                 # a process that fails alone may not go on: others would wait for it
-                if not keep_going or trainer.accelerator.num_processes > 1:
+                if not keep_going or (trainer.accelerator.num_processes > 1 and not alike):
                     raise
                 trainer.error = error
                 leave(trainer)
@@ -205,23 +208,21 @@ def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_
                 batch.step()
                 if keep_going:
                     each(_check_loss)
-                each(ConceptTrainer.record)
+                each(ConceptTrainer.record, alike=False)
                 bar.step(active)
                 each(settle)
     except KeyboardInterrupt:
         bar.close()
         with interrupts_held():  # a second one shall not spoil what is written
-            for trainer in active:
-                trainer.stop()
-                if trainer.accelerator.is_main_process and not keep_going:
-                    logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", trainer.run.step)
+            _stop(active)
+            if not keep_going and active and active[0].accelerator.is_main_process:
+                logger.warning("stopped at step %d; go on with --resume_from_checkpoint latest", active[0].run.step)
         raise
     except RuntimeError as error:
         if not active or not lost_process(active[0].accelerator, error):
             raise
         bar.close()
-        for trainer in active:
-            trainer.stop()
+        _stop(active)
         stands = f"the run stands at step {active[0].run.step}: go on with --resume_from_checkpoint latest"
         raise TinyEngramError(
             f"another process of this run has ended ({' '.join(str(error).split())[:120]}); "
@@ -230,6 +231,18 @@ def teach(pipe: Any, trainers: Sequence[ConceptTrainer], bar: Progress, *, keep_
     finally:
         for trainer in active:
             trainer.close()
+
+
+def _stop(trainers: Sequence[ConceptTrainer]) -> None:
+    """Write the last whole step of each. Raises the first error, such as a full disk, after all have been tried."""
+    errors: list[TinyEngramError] = []
+    for trainer in trainers:
+        try:
+            trainer.stop()
+        except TinyEngramError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _check_loss(trainer: ConceptTrainer) -> None:

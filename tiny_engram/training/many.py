@@ -94,13 +94,20 @@ def train_concepts(
             except TinyEngramError as error:
                 faults.append(f"{label}: {error}")
         raise_faults(faults)
-        if configs:  # all processes have looked at the folders before one of them writes
-            accelerator_for(configs[0], Path(configs[0].output_dir)).wait_for_everyone()
-        return _Many(pipe, adapter, configs, states, on_step, loaded).teach(concepts_together, progress)
+        if not configs:
+            return []
+        accelerator = accelerator_for(configs[0], Path(configs[0].output_dir))
+        accelerator.wait_for_everyone()  # all processes have looked at the folders before one of them writes
+        run = _Many(pipe, adapter, configs, states, on_step, loaded, shared=accelerator.num_processes > 1)
+        return run.teach(concepts_together, progress)
 
 
 class _Many:
-    """One run over several concepts; concepts are called by their numbers."""
+    """One run over several concepts; concepts are called by their numbers.
+
+    Args:
+        shared: do several processes share it?
+    """
 
     def __init__(
         self,
@@ -110,8 +117,10 @@ class _Many:
         states: Sequence[str],
         on_step: Callable[[str, int, float], None] | None,
         loaded: Mapping[str, str | None] | None,
+        *,
+        shared: bool,
     ) -> None:
-        self.pipe, self.adapter, self.on_step, self.loaded = pipe, adapter, on_step, loaded
+        self.pipe, self.adapter, self.on_step, self.loaded, self.shared = pipe, adapter, on_step, loaded, shared
         self.configs = [
             replace(config, resume_from_checkpoint="latest" if state == RESUME else None)
             for config, state in zip(configs, states, strict=True)
@@ -158,7 +167,7 @@ class _Many:
                 self._prepare(number, trainers, bar)
             teach(self.pipe, list(trainers.values()), bar, keep_going=True)
         except torch.OutOfMemoryError:
-            if next(iter(trainers.values())).accelerator.num_processes > 1:
+            if self.shared:
                 raise  # the other processes have not run out
         finally:
             for number, trainer in trainers.items():

@@ -53,6 +53,7 @@ class RunFiles:
         """Before the first step: what a killed run left half written is deleted, and what says how far this one is begins anew."""
         self._mkdir(self.output)
         sweep(self.output, (CONCEPT, CONFIG, METRICS, CARD, REPORT))
+        (self.output / REPORT).unlink(missing_ok=True)  # written last: while it is there, what config.yaml says is finished
         self._write(self.output / CONFIG, self.told)
         self.metrics = MetricsFile(self.output, self.run, self.config)
         if self.run.best:

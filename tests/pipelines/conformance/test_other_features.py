@@ -11,6 +11,7 @@ import tiny_engram
 from tests.pipelines.conformance.cases import PLAIN, PROMPT, each_pipeline, family_named, has_lora, has_textual_inversion
 from tests.pipelines.conformance.reading import embeds_of, moved, same, states_of
 from tests.pipelines.tiny.base import TinyPipeline, picture
+from tests.tiny_pipeline import unload_inversions
 from tiny_engram.hooks import MountError
 
 
@@ -103,6 +104,6 @@ def test_textual_inversion_before_and_after(subject, place, own):
     else:
         fires()
     for pipe in (own, bare):
-        pipe.unload_textual_inversion(tokenizer=pipe.tokenizer, text_encoder=pipe.text_encoder)
+        unload_inversions(pipe, tokenizer=pipe.tokenizer, text_encoder=pipe.text_encoder)
     if again.get_list_concepts():
         fires()
