@@ -61,6 +61,11 @@ def find_family(pipe: Any) -> Any | None:
     return import_module("tiny_engram.pipelines.families").family_of(pipe) if adapter is None else adapter.family
 
 
+def taught_families() -> list[str]:
+    """Names of the families on which concepts can be taught."""
+    return [family.name for family in import_module("tiny_engram.pipelines.families").families() if family.predicts is not None]
+
+
 def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     """Carry concepts on a pipeline; probes that what the denoiser consumes follows them.
 

@@ -166,6 +166,13 @@ class ContextMounts:
             self._maps_held = self._maps_held and bool(self._holders)
             self.settle()
 
+    def hold_maps(self) -> None:
+        """Inside `held()`: the hooks of the maps too. Where several roles give maps at once, before the first of them does: hooks that come
+        are probed, and read through the others."""
+        if not self._maps_held:
+            self._maps_held = bool(self._holders)
+            self.settle()
+
     # -- around the denoiser -------------------------------------------------------------------------------------------------
 
     def begin(self, call: DenoiserCall) -> None:
@@ -246,9 +253,8 @@ class ContextMounts:
         if not needed:
             yield
             return
-        if maps is not None and not self._maps_held:
-            self._maps_held = bool(self._holders)
-            self.settle()
+        if maps is not None:
+            self.hold_maps()
         self._forget_given()
         self._hooks.following.follow()
         self._maps.begin()

@@ -2,8 +2,8 @@
 
     python killed_runs.py MODEL
 
-Reads lines of JSON from standard input: {"config": of TrainConfig, "seconds": after which the run is killed, or null}; answers each with
-{"code": what the run ended with, negative for a signal}.
+Reads lines of JSON from standard input: {"config": of TrainConfig, or a list of these, "seconds": after which the run is killed, or null};
+answers each with {"code": what the run ended with, negative for a signal}.
 """
 
 import json
@@ -16,11 +16,15 @@ import traceback
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.loop import train
+from tiny_engram.training.many import train_concepts
 
 
-def run(pipe, told: dict) -> None:
+def run(pipe, told: dict | list) -> None:
     try:
-        train(pipe, TrainConfig.from_dict(told), progress=False)
+        if isinstance(told, list):
+            train_concepts(pipe, [TrainConfig.from_dict(each) for each in told], concepts_together=2, progress=False)
+        else:
+            train(pipe, TrainConfig.from_dict(told), progress=False)
         os._exit(0)
     except BaseException:
         traceback.print_exc()

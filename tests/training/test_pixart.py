@@ -76,7 +76,7 @@ def test_the_transformer_says_in_training_what_it_says_when_served(base, config,
     options = config(**mounts, resolution=64)
     adapter = tiny_engram.attach(base)
     start = trainer.untrained(adapter, options)
-    module = trainer.masters_of(adapter, start, ROLE, options)
+    module = trainer.masters_of(adapter, start, options)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)

@@ -20,6 +20,7 @@ from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.costs import peak_device_memory, peak_memory
 from tiny_engram.training.metrics import METRICS, MetricsFile
 from tiny_engram.training.report import REPORT, Report
+from tiny_engram.training.role_rows import each_role
 from tiny_engram.training.run import Run
 
 __all__ = ["BEST", "VALIDATION", "RunFiles"]
@@ -52,6 +53,7 @@ class RunFiles:
         """Before the first step: what a killed run left half written is deleted, and what says how far this one is begins anew."""
         self._mkdir(self.output)
         sweep(self.output, (CONCEPT, CONFIG, METRICS, CARD, REPORT))
+        (self.output / REPORT).unlink(missing_ok=True)  # written last: while it is there, what config.yaml says is finished
         self._write(self.output / CONFIG, self.told)
         self.metrics = MetricsFile(self.output, self.run, self.config)
         if self.run.best:
@@ -143,7 +145,7 @@ class RunFiles:
     def _recipe(self, step: int) -> dict[str, Any]:
         config = self.config
         kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed", "collages"]
-        kept += ["map_learning_rate"] if self.run.module.maps is not None else []
+        kept += ["map_learning_rate"] if any(one.maps is not None for one in each_role(self.run.module)) else []
         kept += [name for name, plain in _WHERE_OTHER.items() if getattr(config, name) != plain]
         return {"mounts": list(config.mounts), "step": step, "pictures": self.pictures} | {k: getattr(config, k) for k in kept}
 

@@ -14,6 +14,7 @@ import torch
 
 from tiny_engram.checkpoints import PREFIX, find_checkpoint, list_checkpoints
 from tiny_engram.concept import Concept
+from tiny_engram.config import ENCODER_MOUNTS
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.run_setup import accelerator_for, close_trackers, log_sheet, tracked_values
@@ -25,6 +26,7 @@ from tiny_engram.training.data import report, scan_for
 from tiny_engram.training.metrics import step_metrics
 from tiny_engram.training.optimizers import make_optimizer
 from tiny_engram.training.prepared import TrainingData, prepare
+from tiny_engram.training.role_rows import RoleRows, make_rows
 from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.run import Run, resume
 from tiny_engram.training.run_files import VALIDATION, RunFiles
@@ -62,10 +64,13 @@ def untrained(adapter: Any, config: TrainConfig) -> Concept:
     return start
 
 
-def masters_of(adapter: Any, start: Concept, role: str, config: TrainConfig) -> ConceptRows:
+def masters_of(adapter: Any, start: Concept, config: TrainConfig) -> ConceptRows | RoleRows:
     """The masters at their first step."""
-    starts = None if config.class_word is None else start_at_word(adapter, start, role, config.class_word)
-    return ConceptRows(start, role, adapter.contexts[role].layout, starts=starts)
+    word, starts = config.class_word, {}
+    for role, held in start.roles.items():
+        if word is not None and not held.mounts.keys().isdisjoint(ENCODER_MOUNTS):
+            starts[role] = start_at_word(adapter, start, role, word)
+    return make_rows(start, {role: adapter.contexts[role].layout for role in start.roles}, starts)
 
 
 def check_place(config: TrainConfig) -> None:
@@ -102,8 +107,8 @@ class ConceptTrainer:
         on_step: Callable[[int, float], None] | None = None,
     ) -> None:
         self.pipe, self.adapter, self.config, self.on_step = pipe, adapter, config, on_step
-        (self.role,) = adapter.mounts
         self.start = start = untrained(adapter, config)
+        self.role = next(iter(start.roles))
         for warning in dict.fromkeys(w for made in adapter.compile(config.trigger, config.aliases).values() for w in made.warnings):
             logger.warning("trigger %r: %s", start.trigger, warning)
         self.scan = scan = scan_for(config, examples, spellings=(start.trigger, *start.aliases))
@@ -126,7 +131,7 @@ class ConceptTrainer:
                     others[-1][1].name,
                 )
         self.accelerator = accelerator_for(config, output, gradient_accumulation_steps=config.gradient_accumulation_steps)
-        self.module = masters_of(adapter, start, self.role, config).to(self.accelerator.device)
+        self.module = masters_of(adapter, start, config).to(self.accelerator.device)
         optimizer = make_optimizer(self.module, config)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)

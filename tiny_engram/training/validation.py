@@ -20,9 +20,10 @@ __all__ = ["Validator", "draw_pictures", "native_size", "save_picture", "thumbna
 
 
 def native_size(pipe: Any) -> int | None:
-    """Side in pixels of the pictures that a base was made for; None if its denoiser does not say."""
+    """Side in pixels of the pictures that a base was made for; None if neither its denoiser nor its pipeline says."""
     family = find_family(pipe)
     side = None if family is None else getattr(getattr(pipe, family.denoiser).config, "sample_size", None)
+    side = getattr(pipe, "default_sample_size", None) if side is None else side  # what pipelines of FLUX.1 and others draw at
     return side * pipe.vae_scale_factor if isinstance(side, int) else None
 
 
