@@ -39,14 +39,16 @@ def denoising_loss(
     data: TrainingData | JointData,
     draws: list[objective.Draw],
     config: TrainConfig,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Weighted squared error of one batch, whose every choice is in `draws`: of each of the data's concepts, float32 `[concepts]`.
 
     `module` is a ConceptRows or a RoleRows, or the JointRows of a JointData; `contexts`, of its only role or by role, whose hooks are held,
-    bring its context mounts and its maps to the denoiser.
+    bring its context mounts and its maps to the denoiser. `dtype` is what the denoiser reads; None asks it, which goes through all its
+    modules.
     """
     shown, captions = data.batch(draws, config.caption_dropout)
-    device, dtype = shown.means.device, getattr(pipe, data.family.denoiser).dtype
+    device, dtype = shown.means.device, dtype or getattr(pipe, data.family.denoiser).dtype
     places = places_of(pipe, data.family, shown.means)
     timesteps = objective.timesteps_for(pipe.scheduler, [drawn.timestep for drawn in draws], config, places)
     at_step = [int(timestep) for timestep in timesteps.tolist()]
@@ -258,7 +260,7 @@ class _Batch:
     def __init__(self, pipe: Any, trainers: Sequence[ConceptTrainer]) -> None:
         first = trainers[0]
         self.pipe, self.trainers, self.config, self.accelerator = pipe, tuple(trainers), first.config, first.accelerator
-        self.contexts = first.adapter.contexts
+        self.contexts, self.dtype = first.adapter.contexts, getattr(pipe, first.adapter.family.denoiser).dtype
         self.modules = [trainer.module for trainer in trainers]
         self.rows = JointRows(self.modules)
         self.data = JointData([trainer.data for trainer in trainers if trainer.data is not None], [m.positions for m in self.modules])
@@ -269,7 +271,7 @@ class _Batch:
         for part in range(self.config.gradient_accumulation_steps):
             draws = [drawn for trainer in self.trainers for drawn in trainer.draws(part)]
             with self.accelerator.autocast():
-                loss = denoising_loss(self.pipe, self.rows, self.contexts, self.data, draws, self.config)
+                loss = denoising_loss(self.pipe, self.rows, self.contexts, self.data, draws, self.config, self.dtype)
             if loss.requires_grad:  # samples may read no row at all, where rows are those of one band alone
                 self.accelerator.backward(loss.sum())
             losses.append(loss.detach())

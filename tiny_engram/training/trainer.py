@@ -196,7 +196,8 @@ class ConceptTrainer:
         rate = self.config.rate(self.run.step)
         for group, base in zip(self.run.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = base * rate
-        self.optimizer.step()
+        # Accelerate's own steps the scaler too, and looks for packages at every step
+        (self.run.optimizer if self.accelerator.scaler is None else self.optimizer).step()
         self.run.follow(self.config.ema_decay)
 
     def done(self, loss: float, norm: float) -> None:
