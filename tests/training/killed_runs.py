@@ -2,8 +2,8 @@
 
     python killed_runs.py MODEL
 
-Reads lines of JSON from standard input: {"config": of TrainConfig, or a list of these, "seconds": after which the run is killed, or null};
-answers each with {"code": what the run ended with, negative for a signal}.
+Reads lines of JSON from standard input: {"config": of TrainConfig, or a list of these, "seconds": of its own processor's time after which
+the run is killed, or null, so that a busy machine does not move the moment; answers each with {"code": what the run ended with, negative for a signal}.
 """
 
 import json
@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 import traceback
+
+import psutil
 
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.training.config import TrainConfig
@@ -40,7 +42,9 @@ def main() -> int:
         if pid == 0:
             run(pipe, asked["config"])
         if asked["seconds"] is not None:
-            time.sleep(asked["seconds"])
+            child = psutil.Process(pid)
+            while child.status() != psutil.STATUS_ZOMBIE and child.cpu_times().user < asked["seconds"]:
+                time.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)

@@ -53,8 +53,8 @@ class RunFiles:
         """Before the first step: what a killed run left half written is deleted, and what says how far this one is begins anew."""
         self._mkdir(self.output)
         sweep(self.output, (CONCEPT, CONFIG, METRICS, CARD, REPORT))
-        (self.output / REPORT).unlink(missing_ok=True)  # written last: while it is there, what config.yaml says is finished
-        self._write(self.output / CONFIG, self.told)
+        # the report is written last: while it is there, what config.yaml says is finished
+        self._write(self.output / CONFIG, self.told, gone=self.output / REPORT)
         self.metrics = MetricsFile(self.output, self.run, self.config)
         if self.run.best:
             self.keep_best()
@@ -155,9 +155,9 @@ class RunFiles:
         except OSError as error:
             raise self._cannot(folder, error) from error
 
-    def _write(self, path: Path, text: str) -> None:
+    def _write(self, path: Path, text: str, gone: Path | None = None) -> None:
         try:
-            write_atomically(path, text.encode())
+            write_atomically(path, text.encode(), gone=gone)
         except OSError as error:
             raise self._cannot(path, error) from error
 
