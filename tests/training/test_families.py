@@ -127,14 +127,14 @@ def test_what_a_step_reads_is_what_is_served(tiny_case, pipe, options, tmp_path)
 
 @each_pipeline(taught, default=DEFAULT)
 def test_a_run_lowers_the_loss_and_is_taken_up_exactly(tiny_case, pipe, options, tmp_path):
-    more = {"max_train_steps": 12, "train_batch_size": 4, "rho": 4.0, "context_rho": 4.0, "mounts": ("input", "value"), "bands": 1}
+    more = {"max_train_steps": 18, "train_batch_size": 4, "rho": 4.0, "context_rho": 4.0, "mounts": ("input", "value"), "bands": 1}
     more |= {"validation_loss_steps": 6, "validation_loss_samples": 4, "gate_learning_rate": 5e-2, "learning_rate": 5e-2}
     before = {name: p.clone() for name, p in getattr(pipe, family_named(tiny_case).denoiser).state_dict().items()}
     whole = train(pipe, options(**more, output_dir=str(tmp_path / "whole")), progress=False)
     assert all(torch.equal(p, before[name]) for name, p in getattr(pipe, family_named(tiny_case).denoiser).state_dict().items())
     made = Concept.load(whole.path)
     assert all(at.rows().ne(0).any() for role in made.roles.values() for at in role.mounts.values())
-    names, state = load_checkpoint(tmp_path / "whole" / "checkpoint-12")
+    names, state = load_checkpoint(tmp_path / "whole" / "checkpoint-18")
     (_, first), *_, (_, last) = state["measured"]
     assert last < first
     masters = {name.removeprefix("master.") for name in names if name.startswith("master.")}
