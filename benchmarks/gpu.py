@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tables import RESULTS, circumstances, put_section, row
 
-__all__ = ["captured", "copy_rate", "device_us", "graph_us", "need", "record", "row"]
+__all__ = ["captured", "copy_rate", "device_us", "graph_us", "need", "on_device", "record", "row"]
 
 
 def need(ok: bool, what: str) -> None:
@@ -87,3 +87,9 @@ def record(name: str, section: str, *, figures: dict[str, Any], rows: Sequence[d
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     where = circumstances("torch", "triton", *packages, accelerator=accelerator)
     put_section(RESULTS / f"{name}.json", section, {**where, "figures": figures, "rows": list(rows)})
+
+
+def on_device(rows: Sequence[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+    """Rows of a benchmark that is measured on a CPU and on CUDA devices, so that one table can hold both."""
+    where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    return [{**each, "measure": f"{where}: {each['measure']}"} for each in rows]

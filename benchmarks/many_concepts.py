@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import need, record, row
+from gpu import need, on_device, record, row
 from tables import ROOT
 
 import tiny_engram
@@ -195,5 +195,5 @@ def manifest(
         rows.append(row(f"the same of {MOST_STEPS} steps, reckoned from the steps of short runs", f"{longer:.2f}"))
     kind = device.partition(":")[0]
     section = "manifest" if kind == "cpu" else f"manifest, {kind}"
-    record("training", section, figures=figures, rows=rows, packages=("diffusers", "transformers", "accelerate"))
+    record("training", section, figures=figures, rows=on_device(rows, kind), packages=("diffusers", "transformers", "accelerate"))
     print(*(f"{each['measure']}: {each['figure']} {each['target']}" for each in rows), sep="\n")

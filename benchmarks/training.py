@@ -22,7 +22,7 @@ from typing import Any
 
 import many_concepts
 import torch
-from gpu import need, record, row
+from gpu import need, on_device, record, row
 from other_loops import DreamBoothLora, Loop, TextualInversion
 from training_step import SPAN, SUBJECT, WARM_UP, check, peak_bytes, recipe
 
@@ -129,11 +129,10 @@ def steps(count: int, device: str) -> None:
             check(pipe, Path(folder) / "check" / name, BATCH, **changes)
         found = timed(pipe, loops, Path(folder), count)
     names = [*OURS, *loops]
-    alone = [sys.executable, __file__, "memory", "--device", device]
-    peaks = {
-        name: int(subprocess.run([*alone, name], check=True, capture_output=True, text=True).stdout.split()[-1])
-        for name in ("base", *names)
-    }
+    alone = [sys.executable, __file__, "--device", device, "memory"]
+    # side by side: what one holds does not change with others beside it
+    running = {name: subprocess.Popen([*alone, name], stdout=subprocess.PIPE, text=True) for name in ("base", *names)}
+    peaks = {name: int(child.communicate()[0].split()[-1]) for name, child in running.items()}
     ratios = {
         ours: {rival: statistics.median(one["ours"] / one[rival] for one in rounds) for rival in loops} for ours, rounds in found.items()
     }
@@ -159,7 +158,7 @@ def steps(count: int, device: str) -> None:
         "training",
         "steps" if device == "cpu" else f"steps, {device}",
         figures=figures,
-        rows=rows,
+        rows=on_device(rows, device),
         packages=("diffusers", "transformers", "peft"),
     )
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from gpu import need, record, row
+from gpu import need, on_device, record, row
 from training_step import SPAN, WARM_UP, recipe
 
 from tiny_engram.launched import device_for, local_rank
@@ -79,7 +79,13 @@ def measure(counts: list[int], steps: int, batch: int, device: str) -> None:
                     rows.append(row(f"{count} over 1, {name}", f"{ratio:.2f}", f">= {target:g}", ratio >= target))
             figures[name] = rates
     section = "processes" if device == "cpu" else f"processes, {device}"
-    record("training", section, figures={"pictures_per_second": figures, "batch": batch}, rows=rows, packages=("diffusers", "accelerate"))
+    record(
+        "training",
+        section,
+        figures={"pictures_per_second": figures, "batch": batch},
+        rows=on_device(rows, device),
+        packages=("diffusers", "accelerate"),
+    )
 
 
 def main() -> None:
