@@ -127,6 +127,7 @@ CHROMA = Family(
     per_timestep=lambda timestep, total: timestep * total,
     attentions=flux,
     predicts=chroma_prediction,
+    no_checkpoints="diffusers leaves Chroma's mask out of blocks that are computed again",
     latents=shifted,
     patch=2,
 )

@@ -206,6 +206,8 @@ class Family:
         plain: does the last state of its one encoder, of a prompt filled up to the window, reach the denoiser as it is? Then captions of a
             run are encoded many at a time, and rows at `input` run the encoder again no further than to the trigger.
         patch: side of the square of latents that is one place for the denoiser; None where its config's `patch_size` says so.
+        no_checkpoints: why a denoiser whose blocks are computed again for their gradients says something else, in words; None where it does
+            not.
         untaught: why concepts cannot be taught, in words; for families without `predicts`.
     """
 
@@ -228,6 +230,7 @@ class Family:
     latents: Callable[[Any, Any], tuple[Any, Any]] = scaled
     plain: bool = False
     patch: int | None = None
+    no_checkpoints: str | None = None
     untaught: str = "nobody has described yet how it is taught"
 
     @property

@@ -154,6 +154,21 @@ def test_a_run_lowers_the_loss_and_is_taken_up_exactly(tiny_case, pipe, options,
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+@each_pipeline(taught, default=("stable-diffusion-3",))
+def test_blocks_that_are_computed_again_read_the_same(tiny_case, pipe, options, tmp_path):
+    more = {"max_train_steps": 2, "timestep_shift": 1.0}
+    if tiny_case.family in ("chroma", "hunyuandit"):
+        with pytest.raises(TinyEngramError, match="gradient_checkpointing is True, but .*; leave it out"):
+            train(pipe, options(gradient_checkpointing=True, **more), progress=False)
+        return
+    plain = train(pipe, options(**more), progress=False)
+    again = train(pipe, options(gradient_checkpointing=True, **more, output_dir=str(tmp_path / "again")), progress=False)
+    assert again.losses == pytest.approx(plain.losses, rel=1e-4)
+    one, two = (load_checkpoint(run.path.parent / "checkpoint-2")[0] for run in (plain, again))
+    for name in (name for name in one if name.endswith("exp_avg")):
+        torch.testing.assert_close(two[name], one[name], rtol=1e-2, atol=1e-2 * float(one[name].abs().max()))
+
+
 @each_pipeline(lambda tiny: family_named(tiny).predicts is None, default=("cogvideox",))
 def test_families_that_cannot_be_taught_say_why_and_which_can(tiny_case, pipe, config):
     with pytest.raises(TinyEngramError) as told:

@@ -104,10 +104,13 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"{type(pipe).__name__} is of the family {adapter.family.name}, which cannot be taught: {adapter.family.untaught}; "
                 f"expected one of {', '.join(taught_families())}; concepts made elsewhere can be loaded"
             )
+        recomputing = any(config.gradient_checkpointing for config in configs)
+        if recomputing and adapter.family.no_checkpoints is not None:
+            raise TinyEngramError(f"gradient_checkpointing is True, but {adapter.family.no_checkpoints}; leave it out")
         denoiser = getattr(pipe, adapter.family.denoiser)
         still = frozen(denoiser, pipe.vae, *(m.module for m in adapter.mounts.values()))
         # of several concepts that share batches, one that asks for it is enough
-        again = recomputed(denoiser) if any(config.gradient_checkpointing for config in configs) else nullcontext()
+        again = recomputed(denoiser) if recomputing else nullcontext()
         config = next((config for config in configs if config.at_denoiser), None)
         if config is not None and not any(contexts.names for contexts in adapter.contexts.values()):
             raise TinyEngramError(
