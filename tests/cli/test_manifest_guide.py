@@ -3,6 +3,8 @@
 import re
 import shlex
 
+import pytest
+
 from tiny_engram.cli import main
 from tiny_engram.library import ConceptLibrary
 
@@ -26,8 +28,7 @@ def test_the_guide(repo_root, tmp_path, monkeypatch, capsys):
     exec(compile(code, "manifest.md", "exec"), {"__name__": "guide"})
     assert capsys.readouterr().out.splitlines() == [f"{word} out/{name}/concept.safetensors" for word, name in
                                                     (("zed-quack", "duck"), ("tako-blip", "octopus"))]  # fmt: skip
-    try:
+    with pytest.raises(SystemExit):
         main(["train", "--help"])
-    except SystemExit:
-        shown = capsys.readouterr().out
+    shown = capsys.readouterr().out
     assert all(option in shown for option in re.findall(r"`(--\w+)`", guide))

@@ -11,7 +11,7 @@ import torch
 from tests.training.conftest import disc
 from tiny_engram.checkpoints import list_checkpoints, load_checkpoint
 from tiny_engram.concept import Concept
-from tiny_engram.errors import TinyEngramError
+from tiny_engram.errors import FaultsError, TinyEngramError
 from tiny_engram.library import ConceptLibrary
 from tiny_engram.training import loop, rows, train, train_concepts
 from tiny_engram.training.many import Outcome, add_to_library
@@ -160,9 +160,7 @@ def test_the_same_command_skips_what_is_there_and_refuses_other_settings(pipe, c
         assert all(outcome.result is None and outcome.error is None for outcome in teach(pipe, configs))
     assert "there already, taught with these settings: 3 concepts, zqx, vortex cat, bolo" in caplog.messages
     changed = concepts("out", max_train_steps=2, learning_rate=1e-2)
-    with pytest.raises(
-        TinyEngramError, match=r"concept 2 \('vortex cat'\): .*finished with another learning_rate; choose another"
-    ) as caught:
+    with pytest.raises(FaultsError, match=r"concept 2 \('vortex cat'\): .*finished with another learning_rate; choose another") as caught:
         teach(pipe, [configs[0], *changed[1:]])
     assert len(caught.value.faults) == 2 and all(path.read_bytes() == blob for path, blob in before.items())
     again = teach(pipe, [configs[0], *changed[1:]], again=True)
@@ -254,7 +252,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_written(pipe, adapter,
         config(trigger="six", output_dir=str(tmp_path / "g"), validation_loss_steps=1, validation_data_dir=str(tmp_path / "empty")),
     ]
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(TinyEngramError) as caught:
+    with pytest.raises(FaultsError) as caught:
         teach(pipe, given)
     said = "\n".join(caught.value.faults)
     for words in (

@@ -53,8 +53,17 @@ class RunFiles:
         """Before the first step: what a killed run left half written is deleted, and what says how far this one is begins anew."""
         self._mkdir(self.output)
         sweep(self.output, (CONCEPT, CONFIG, METRICS, CARD, REPORT))
-        (self.output / REPORT).unlink(missing_ok=True)  # written last: while it is there, what config.yaml says is finished
-        self._write(self.output / CONFIG, self.told)
+        # written last: while it is there, what config.yaml says is finished
+        report, aside = self.output / REPORT, self.output / f".{REPORT}"
+        if report.exists():
+            report.replace(aside)
+        try:
+            self._write(self.output / CONFIG, self.told)
+        except TinyEngramError:
+            if aside.exists():
+                aside.replace(report)  # a disk that is full keeps what was there
+            raise
+        aside.unlink(missing_ok=True)
         self.metrics = MetricsFile(self.output, self.run, self.config)
         if self.run.best:
             self.keep_best()
