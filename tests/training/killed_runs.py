@@ -2,8 +2,9 @@
 
     python killed_runs.py MODEL
 
-Reads lines of JSON from standard input: {"config": of TrainConfig, or a list of these, "seconds": of its own processor's time after which
-the run is killed, or null, so that a busy machine does not move the moment; answers each with {"code": what the run ended with, negative for a signal}.
+Reads lines of JSON from standard input: {"config": of TrainConfig, or a list of these, "seconds": of the run's own processor's time
+after which it is killed, or null; a busy machine does not move the moment. Answers each with {"code": what the run ended with, negative
+for a signal}.
 """
 
 import json
