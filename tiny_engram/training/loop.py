@@ -24,6 +24,7 @@ from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.joint import JointData, JointRows
 from tiny_engram.training.prepared import TrainingData
 from tiny_engram.training.progress import Progress
+from tiny_engram.training.sharded import check_launch, sharded
 from tiny_engram.training.trainer import ConceptTrainer, TrainResult
 from tiny_engram.training.updates import average_gradients, clip_gradients, told_losses
 
@@ -83,6 +84,7 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
     Raises:
         TinyEngramError: the pipeline cannot be taught, or not at the mounts that a config asks for.
     """
+    check_launch()
     adapter = find_adapter(pipe)
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
@@ -103,7 +105,10 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
                 f"mounts {', '.join(map(repr, config.mounts))}, maps of rank {config.attention_rank} and {config.feedforward_rank}: the "
                 "pipeline has no cross-attentions that a concept could add to; pass --mounts span --attention_rank 0 --feedforward_rank 0"
             )
-        with still, again, _alone(adapter), contexts.held() if config is not None else nullcontext():
+        # maps' hooks too: new ones are probed, which a denoiser in parts cannot be
+        maps = any(config.attention_rank or config.feedforward_rank for config in configs)
+        held = contexts.held(maps=maps) if config is not None else nullcontext()
+        with still, again, _alone(adapter), held:
             yield adapter
     finally:
         if not borrowed:
@@ -136,7 +141,8 @@ def train(
         trainer = ConceptTrainer(pipe, adapter, config, examples=examples, loaded=loaded, on_step=on_step)
         shown = progress and trainer.accelerator.is_local_main_process
         prepare_trainer(trainer, shown)
-        with Progress(config.max_train_steps, trainer.run.step, shown) as bar:
+        shards = sharded(getattr(pipe, adapter.family.denoiser), trainer.accelerator)
+        with Progress(config.max_train_steps, trainer.run.step, shown) as bar, shards:
             teach(pipe, [trainer], bar)
     assert trainer.result is not None
     return trainer.result
