@@ -43,6 +43,7 @@ def test_the_same_rows_as_with_the_whole_and_the_base_is_put_back(launched, conf
         first = config(**MOUNTS, **LOOKED, output_dir=str(tmp_path / name))
         again = config(**{**MOUNTS, "gradient_checkpointing": True}, output_dir=str(tmp_path / f"{name}-again"))
         runs[name] = [answer for _, answer in launched([first, again], 2, parts=parts)]
+        assert all("losses" in answer for answer in runs[name]), runs[name]
     (whole, _), (parts, other) = runs["whole"], runs["parts"]
     assert parts["losses"] == other["losses"] and parts["changed"] == other["changed"] == []
     for mine, theirs in zip(parts["losses"], whole["losses"], strict=True):

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,12 +144,12 @@ def _refuse(module: nn.Module, _args: Any) -> None:
     raise TinyEngramError(f"this {name} is in parts since a run on several processes ended early; load the pipeline again")
 
 
-@dataclass(frozen=True, slots=True)
 class _Hidden:
     """A tensor that torch's hook does not see: it would put another object in its place, and context mounts know the text states by
-    their object."""
+    their object. No dataclass, into which that hook looks."""
 
-    tensor: torch.Tensor
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
