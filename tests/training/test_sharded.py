@@ -77,6 +77,7 @@ def test_an_interrupted_process_leaves_a_checkpoint_and_a_base_that_says_so(laun
     assert [step for step, _ in list_checkpoints(tmp_path / "out")] == [2, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run_with_a_line_and_a_checkpoint(launched, config, tmp_path):
     options = {"train_batch_size": 1, "lr_scheduler": "constant", "max_train_steps": 8, "checkpointing_steps": 2}
     (code, told), (killed, nothing) = launched([config(**options)], 2, ("dies=6",), script=SCRIPT.with_name("rank.py"))

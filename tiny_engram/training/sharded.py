@@ -192,7 +192,10 @@ class _Taken:
         self._added = {name: set(getattr(self._module, name)) - self._before[name] for name in FORWARD_HOOKS}
 
     def give_back(self) -> None:
+        from torch.distributed._composable_state import _module_state_mapping
+
         module = self._module
+        _module_state_mapping.pop(module, None)  # else no other run could shard it again
         module.__class__ = self._class
         added = self._added | {name: set(getattr(module, name)) - self._before[name] for name in STATE_HOOKS}
         for name, keys in added.items():
