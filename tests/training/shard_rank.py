@@ -2,8 +2,8 @@
 
     python shard_rank.py MODEL CONFIG.json ANSWER.json [interrupt=N]
 
-The answer holds losses, the bytes of the denoiser that were held in a step and before it, and what is not as it was afterwards. `interrupt=N`
-interrupts this process in step N, inside the denoiser.
+The answer holds losses, the bytes of the denoiser that were held in a step and before it, and what is not as it was afterwards.
+`interrupt=N` interrupts this process in step N, inside the denoiser.
 """
 
 import json
@@ -58,11 +58,11 @@ def main() -> int:
             said["call"] = str(error)
     else:
         after = {name: traces(module) for name, module in pipe.unet.named_modules()}
-        said["changed"] = [name for name in before if before[name] != after[name]]
+        said["changed"] = [f"{name}: {before[name]} became {after[name]}" for name in before if before[name] != after[name]]
         for name, p in pipe.unet.named_parameters():
             old, flag, value = values[name]
             if p is not old or p.requires_grad != flag or not torch.equal(p, value):
-                said["changed"].append(name)
+                said["changed"].append(f"{name}: {p is old}, {p.requires_grad}, {torch.equal(p, value)}")
         drawn = pipe("a", num_inference_steps=1, output_type="np", generator=torch.Generator().manual_seed(1)).images
         said |= {"whole": whole, "held": max(held), "drawn": float(drawn.sum())}
     with open(answer, "w") as file:

@@ -22,7 +22,7 @@ LOOKED |= {"validation_loss_steps": 2, "validation_loss_samples": 2}
 def launched(saved_pipe, tmp_path, monkeypatch):
     """Runs configs one after the other on so many processes: exit code and answer of each."""
 
-    def call(configs, ranks: int, last: tuple[str, ...] = (), *, parts: bool = True, script: Path = SCRIPT) -> list[tuple[int, dict | None]]:
+    def call(configs, ranks=2, last: tuple[str, ...] = (), *, parts: bool = True, script: Path = SCRIPT) -> list[tuple[int, dict | None]]:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", str(parts).lower())
         monkeypatch.setenv("FSDP_VERSION", "2")
         told = tmp_path / f"told-{ranks}-{parts}.json"

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 FORWARD_HOOKS += ("_forward_hooks_always_called",)
 # torch adds these when the module runs first
-STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def _asked(variable: str) -> bool:
@@ -34,8 +34,8 @@ def check_launch() -> None:
     """Raises TinyEngramError under DeepSpeed."""
     if _asked("ACCELERATE_USE_DEEPSPEED"):
         raise TinyEngramError(
-            "accelerate was launched with DeepSpeed, whose engine shards what an optimiser trains, and here that is a few rows; launch with "
-            "--use_fsdp to shard the frozen denoiser, or with --multi_gpu"
+            "accelerate was launched with DeepSpeed, whose engine shards what an optimiser trains, and here that is a few rows; launch "
+            "with --use_fsdp to shard the frozen denoiser, or with --multi_gpu"
         )
 
 
@@ -63,8 +63,8 @@ def held_bytes(module: nn.Module) -> int:
 def sharded(denoiser: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """The denoiser in parts inside, if the launch asks for it: all processes must call it together, each as often as the others.
 
-    Afterwards it is whole again, with its own parameters, bit for bit. After an exception it is not, as the other processes may be anywhere:
-    it then refuses its calls.
+    Afterwards it is whole again, with its own parameters, bit for bit. After an exception it is not, as the other processes may be
+    anywhere: it then refuses its calls.
 
     Raises:
         TinyEngramError: a denoiser that is quantised, offloaded or compiled, or whose class names no blocks.
@@ -74,8 +74,7 @@ def sharded(denoiser: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         return
     parts = [*_blocks(denoiser), denoiser]
     places = [(m, name, p) for m in denoiser.modules() for name, p in m.named_parameters(recurse=False, remove_duplicate=False)]
-    before, taken = held_bytes(denoiser), [_Taken(part) for part in parts]
-    flags = [(module, set(vars(module))) for module in denoiser.modules()]
+    before, taken = held_bytes(denoiser), [_Taken(module) for module in denoiser.modules()]
     try:
         _shard(parts, accelerator)
         for _, _, p in places:
@@ -93,9 +92,6 @@ def sharded(denoiser: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         raise
     for each in taken:
         each.give_back()
-    for module, own in flags:
-        for name in set(vars(module)) - own:
-            del module.__dict__[name]
 
 
 def _blocks(denoiser: nn.Module) -> list[nn.Module]:
@@ -180,15 +176,17 @@ def _show(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _Taken:
-    """Class and hooks of a module before `fully_shard`, which has no way back of its own."""
+    """Class, attributes and hooks of a module before `fully_shard`, which has no way back of its own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._class = module, type(module)
+        self._module, self._class, self._own = module, type(module), set(vars(module))
+        self._new: set[str] = set()
         self._before = {name: set(getattr(module, name)) for name in (*FORWARD_HOOKS, *STATE_HOOKS)}
         self._added: dict[str, set[int]] = {}
 
     def note(self) -> None:
-        """The hooks of the forward pass that are new; later ones are not torch's."""
+        """The attributes, and the hooks of the forward pass, that are new; later ones are not torch's."""
+        self._new = set(vars(self._module)) - self._own
         self._added = {name: set(getattr(self._module, name)) - self._before[name] for name in FORWARD_HOOKS}
 
     def give_back(self) -> None:
@@ -201,3 +199,5 @@ class _Taken:
         for name, keys in added.items():
             for key in keys:
                 getattr(module, name).pop(key, None)
+        for name in self._new:
+            vars(module).pop(name, None)
