@@ -20,15 +20,15 @@ LOOKED |= {"validation_loss_steps": 2, "validation_loss_samples": 2}
 
 @pytest.fixture
 def launched(saved_pipe, tmp_path, monkeypatch):
-    """Runs configs one after the other on so many processes: exit code and answer of each."""
+    """Runs configs one after the other on two processes: exit code and answer of each."""
 
-    def call(configs, ranks=2, last: tuple[str, ...] = (), *, parts: bool = True, script: Path = SCRIPT) -> list[tuple[int, dict | None]]:
+    def call(configs, last: tuple[str, ...] = (), *, parts: bool = True, script: Path = SCRIPT) -> list[tuple[int, dict | None]]:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", str(parts).lower())
         monkeypatch.setenv("FSDP_VERSION", "2")
-        told = tmp_path / f"told-{ranks}-{parts}.json"
+        told = tmp_path / "told.json"
         told.write_text(json.dumps([config.to_dict() for config in configs] if script == SCRIPT else configs[0].to_dict()))
-        answers = [told.with_suffix(f".{rank}.json") for rank in range(ranks)]
-        ended = run_ranks(script, lambda rank: [saved_pipe, told, answers[rank], *(last if rank == ranks - 1 else ())], ranks, seconds=90)
+        answers = [told.with_suffix(f".{rank}.json") for rank in range(2)]
+        ended = run_ranks(script, lambda rank: [saved_pipe, told, answers[rank], *(last if rank else ())], 2, seconds=90)
         for code, text in ended:
             assert last or code == 0, text
         return [(code, json.loads(path.read_text()) if path.exists() else None) for (code, _), path in zip(ended, answers, strict=True)]
@@ -37,40 +37,38 @@ def launched(saved_pipe, tmp_path, monkeypatch):
 
 
 def test_the_same_rows_as_with_the_whole_and_the_base_is_put_back(launched, config, tmp_path):
-    """With mounts at all places and maps, pictures, checkpoints and losses on the way; twice on one pipeline."""
-    runs = {}
-    for name, parts in (("whole", False), ("parts", True)):
+    """With mounts at all places and maps, pictures, checkpoints and losses on the way; twice on one pipeline, then with rows in one band
+    alone, of which one process of two needs no gradient at all."""
+
+    def configs(name: str):
         first = config(**MOUNTS, **LOOKED, output_dir=str(tmp_path / name))
-        again = config(**{**MOUNTS, "gradient_checkpointing": True}, output_dir=str(tmp_path / f"{name}-again"))
-        runs[name] = [answer for _, answer in launched([first, again], 2, parts=parts)]
-        assert all("losses" in answer for answer in runs[name]), runs[name]
-    (whole, _), (parts, other) = runs["whole"], runs["parts"]
+        again = config(**MOUNTS, gradient_checkpointing=True, output_dir=str(tmp_path / f"{name}-again"))
+        return first, again
+
+    band = config(max_train_steps=3, train_batch_size=1, mounts=("context.0.key.2of2",), output_dir=str(tmp_path / "band"))
+    (_, parts), (_, other) = launched([*configs("parts"), band])
+    assert parts and other and "error" not in parts, parts
     assert parts["losses"] == other["losses"] and parts["changed"] == other["changed"] == []
-    for mine, theirs in zip(parts["losses"], whole["losses"], strict=True):
+    (_, whole), _ = launched(configs("whole"), parts=False)
+    assert whole and "error" not in whole, whole
+    for end, mine, theirs in zip(("", "-again"), parts["losses"], whole["losses"], strict=False):
         assert mine == pytest.approx(theirs, rel=1e-5)
+        (values, state), (expected, wanted) = (load_checkpoint(tmp_path / f"{name}{end}" / "checkpoint-4") for name in ("parts", "whole"))
+        for name in expected:
+            largest = max(float(expected[name].abs().max()), 1e-6)
+            torch.testing.assert_close(values[name] / largest, expected[name] / largest, rtol=1e-3, atol=1e-4)
+        assert [loss for _, loss in state["measured"]] == pytest.approx([loss for _, loss in wanted["measured"]], rel=1e-5)
     assert parts["drawn"] == pytest.approx(whole["drawn"], rel=1e-6)
-    for end in ("", "-again"):
-        (mine, state), (theirs, expected) = (load_checkpoint(tmp_path / f"{name}{end}" / "checkpoint-4") for name in ("parts", "whole"))
-        for name in theirs:
-            largest = max(float(theirs[name].abs().max()), 1e-6)
-            torch.testing.assert_close(mine[name] / largest, theirs[name] / largest, rtol=1e-3, atol=1e-4)
-        assert [loss for _, loss in state["measured"]] == pytest.approx([loss for _, loss in expected["measured"]], rel=1e-5)
+    assert len(parts["losses"][2]) == 3
     assert [step for step, _ in list_checkpoints(tmp_path / "parts")] == [2, 4]
     assert sorted(path.name for path in (tmp_path / "parts").rglob("step-*.png")) == ["step-2.png", "step-4.png"]
     # between its blocks a process has its half, and what does not divide
-    assert whole["held"] == whole["whole"] and parts["held"] <= 0.55 * parts["whole"]
-
-
-def test_processes_whose_samples_read_other_rows_do_not_wait_for_each_other(launched, config):
-    """With rows in one band alone, one process of two needs no gradient at all."""
-    options = {"max_train_steps": 3, "train_batch_size": 1, "mounts": ("context.0.key.2of2",)}
-    (_, first), (_, second) = launched([config(**options)], 2)
-    assert first and second and first["losses"] == second["losses"] and len(first["losses"][0]) == 3
+    assert whole["held"] == whole["whole"] == parts["whole"] and parts["held"] <= 0.55 * parts["whole"]
 
 
 def test_an_interrupted_process_leaves_a_checkpoint_and_a_base_that_says_so(launched, config, tmp_path):
     options = {"train_batch_size": 1, "lr_scheduler": "constant", "max_train_steps": 8, "checkpointing_steps": 2}
-    (code, told), (_, last) = launched([config(**options)], 2, ("interrupt=6",))
+    (code, told), (_, last) = launched([config(**options)], ("interrupt=6",))
     assert code == 0 and last and last["error"] == "interrupted" and last["call"].endswith("load the pipeline again")
     assert told and told["error"].startswith("another process of this run has ended (")
     assert told["error"].endswith("the run stands at step 5: go on with --resume_from_checkpoint latest")
@@ -80,7 +78,7 @@ def test_an_interrupted_process_leaves_a_checkpoint_and_a_base_that_says_so(laun
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_with_a_line_and_a_checkpoint(launched, config, tmp_path):
     options = {"train_batch_size": 1, "lr_scheduler": "constant", "max_train_steps": 8, "checkpointing_steps": 2}
-    (code, told), (killed, nothing) = launched([config(**options)], 2, ("dies=6",), script=SCRIPT.with_name("rank.py"))
+    (code, told), (killed, nothing) = launched([config(**options)], ("dies=6",), script=SCRIPT.with_name("rank.py"))
     assert killed == -9 and nothing is None and code == 0 and told is not None
     assert told["error"].endswith("the run stands at step 5: go on with --resume_from_checkpoint latest")
     assert [step for step, _ in list_checkpoints(tmp_path / "out")] == [2, 4, 5]
