@@ -154,9 +154,10 @@ class ContextMounts:
         self._entries.clear()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hooks in place inside, whatever is loaded: for training. Those of the maps come when the first ones are given."""
+    def held(self, *, maps: bool = False) -> Iterator[None]:
+        """Hooks in place inside, whatever is loaded: for training. Those of the maps come with `maps`, or when the first ones are given."""
         self._holders += 1
+        self._maps_held = self._maps_held or maps
         try:
             self.settle()
             yield

@@ -24,6 +24,7 @@ from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.joint import JointData, JointRows
 from tiny_engram.training.prepared import TrainingData, places_of
 from tiny_engram.training.progress import Progress
+from tiny_engram.training.sharded import check_launch, sharded
 from tiny_engram.training.trainer import ConceptTrainer, TrainResult
 from tiny_engram.training.updates import average_gradients, clip_gradients, told_losses
 
@@ -95,6 +96,7 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
     Raises:
         TinyEngramError: the pipeline cannot be taught, or not at the mounts that a config asks for.
     """
+    check_launch()
     adapter = find_adapter(pipe)
     borrowed = adapter is not None
     adapter = adapter or attach(pipe)
@@ -125,7 +127,8 @@ def teaching(pipe: Any, configs: Sequence[TrainConfig]) -> Iterator[Any]:
             )
         with still, again, _alone(adapter), ExitStack() as held:
             for contexts in adapter.contexts.values() if config is not None else ():
-                held.enter_context(contexts.held())
+                # maps' hooks too: new ones are probed, which a denoiser in parts cannot be
+                held.enter_context(contexts.held(maps=mapped is not None))
             yield adapter
     finally:
         if not borrowed:
@@ -158,7 +161,8 @@ def train(
         trainer = ConceptTrainer(pipe, adapter, config, examples=examples, loaded=loaded, on_step=on_step)
         shown = progress and trainer.accelerator.is_local_main_process
         prepare_trainer(trainer, shown)
-        with Progress(config.max_train_steps, trainer.run.step, shown) as bar:
+        shards = sharded(getattr(pipe, adapter.family.denoiser), trainer.accelerator)
+        with Progress(config.max_train_steps, trainer.run.step, shown) as bar, shards:
             teach(pipe, [trainer], bar)
     assert trainer.result is not None
     return trainer.result

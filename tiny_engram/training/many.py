@@ -24,6 +24,7 @@ from tiny_engram.training.faults import BEGIN, RESUME, THERE, faults_of, labels_
 from tiny_engram.training.groups import TOGETHER, group_concepts
 from tiny_engram.training.loop import prepare_trainer, teach, teaching
 from tiny_engram.training.progress import Progress
+from tiny_engram.training.sharded import sharded
 from tiny_engram.training.trainer import ConceptTrainer, TrainResult
 from tiny_engram.wording import brief, counted
 
@@ -165,7 +166,10 @@ class _Many:
         try:
             for number in numbers:
                 self._prepare(number, trainers, bar)
-            teach(self.pipe, list(trainers.values()), bar, keep_going=True)
+            if trainers:
+                denoiser = getattr(self.pipe, self.adapter.family.denoiser)
+                with sharded(denoiser, next(iter(trainers.values())).accelerator):
+                    teach(self.pipe, list(trainers.values()), bar, keep_going=True)
         except torch.OutOfMemoryError:
             if self.shared:
                 raise  # the other processes have not run out

@@ -30,6 +30,7 @@ from tiny_engram.training.role_rows import RoleRows, make_rows
 from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.run import Run, resume
 from tiny_engram.training.run_files import VALIDATION, RunFiles
+from tiny_engram.training.sharded import is_sharded
 from tiny_engram.training.validation import Validator, native_size, thumbnail_of
 from tiny_engram.training.validation_loss import ValidationLoss
 
@@ -222,9 +223,12 @@ class ConceptTrainer:
             accelerator.log(step_metrics(run, config, run.step), step=run.step)
         if config.checkpointing_steps and run.step % config.checkpointing_steps == 0 and run.step < config.max_train_steps:
             on_main(accelerator, files.checkpoint)
-        if config.validation_steps and run.step % config.validation_steps == 0 and accelerator.is_main_process:
-            sheet = self.validator.draw(files.concept(), run.step)
-            if sheet is not None:
+        main = accelerator.is_main_process
+        # a denoiser in parts needs all processes to draw
+        drawing = main or is_sharded(getattr(self.pipe, self.adapter.family.denoiser))
+        if config.validation_steps and run.step % config.validation_steps == 0 and drawing:
+            sheet = self.validator.draw(files.concept(), run.step, keep=main)
+            if sheet is not None and main:
                 log_sheet(accelerator, sheet, run.step)
         if self.on_step is not None:
             self.on_step(run.step, run.losses[-1])

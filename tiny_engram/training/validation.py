@@ -80,8 +80,8 @@ class Validator:
     def __init__(self, adapter: Any, config: TrainConfig, folder: Path) -> None:
         self.adapter, self.config, self.folder = adapter, config, folder
 
-    def draw(self, concept: Concept, step: int) -> np.ndarray | None:
-        """Writes step-N.png, a column a prompt and a row a seed, and returns it (uint8 `[h, w, 3]`); None without prompts."""
+    def draw(self, concept: Concept, step: int, *, keep: bool = True) -> np.ndarray | None:
+        """Writes step-N.png if it is kept, a column a prompt and a row a seed, and returns it (uint8 `[h, w, 3]`); None without prompts."""
         config = self.config
         prompts = [p.replace("{trigger}", concept.trigger) for p in config.validation_prompts]
         if not prompts:
@@ -101,5 +101,6 @@ class Validator:
         finally:
             self.adapter.unload_concept(name)
         sheet = np.concatenate([np.concatenate(list(row), 1) for row in rows], 0)
-        save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png")
+        if keep:
+            save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png")
         return sheet
