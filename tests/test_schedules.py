@@ -51,7 +51,7 @@ def test_presets_and_what_a_command_line_writes():
         ([0.0, 1.0], r"point is 0.0, expected \(share of the steps, factor\)"),
         ([(0.0, 1.0, 2.0)], "expected .share of the steps, factor."),
         ([(0.0, math.nan)], "factor is nan, expected a finite number"),
-        ([("0", 1.0)], "share of the steps is 0, expected a finite number"),
+        ([("0", 1.0)], "share of the steps is '0', expected a finite number"),
         ([(0.0, True)], "factor is True, expected a finite number"),
         ([(0.5, 1.0)], "first point is at 0.5, expected 0.0"),
         ([(0.0, 1.0), (40, 0.0)], "point is at 40, expected a share of the steps from 0 to below 1"),
@@ -72,7 +72,7 @@ def test_bad_points(adapter, tiny, points, words):
     [
         ({"start": 0.6, "end": 0.4}, "start is 0.6 and end 0.4, expected shares of the steps with 0 <= start < end <= 1"),
         ({"end": 40}, "end 40, expected shares"),
-        ({"start": "half"}, "start is half, expected a finite number"),
+        ({"start": "half"}, "start is 'half', expected a finite number"),
         ({"points": HALF, "end": 0.5}, "points and as start or end, expected one of the two"),
         ({"points": HALF, "interpolation": "cubic"}, "interpolation is 'cubic', expected 'constant' or 'linear'"),
         ({"points": [(0.0, 1e308)]}, "expected a finite number"),

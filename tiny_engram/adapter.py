@@ -3,6 +3,7 @@
 May import everything below it; pipelines/families.py says what a pipeline consists of.
 """
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -76,6 +77,11 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
         MountError: the probe found an encoder whose states do not reach the denoiser.
     """
     families = import_module("tiny_engram.pipelines.families")
+    if isinstance(pipe, str | os.PathLike):
+        raise TinyEngramError(
+            f"attach was given {str(pipe)[:80]!r}, expected a loaded pipeline; load it with diffusers first, "
+            f"or use tiny_engram.EngramPipeline.from_pretrained, which takes a folder or Hub id"
+        )
     family = family or families.family_of(pipe)
     if family is None:
         raise TinyEngramError(

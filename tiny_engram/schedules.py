@@ -126,7 +126,7 @@ def _number(value: Any, what: str) -> float:
     try:
         return checked_strength(value)
     except TinyEngramError:
-        raise TinyEngramError(f"a schedule's {what} is {str(value)[:40]}, expected a finite number") from None
+        raise TinyEngramError(f"a schedule's {what} is {repr(value)[:40]}, expected a finite number") from None
 
 
 def _point(value: Any) -> tuple[float, float]:

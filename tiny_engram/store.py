@@ -32,7 +32,7 @@ def checked_strength(value: object) -> float:
         with suppress(OverflowError):  # an integer of hundreds of digits
             number = float(value)
     if not np.isfinite(number):
-        raise TinyEngramError(f"strength is {str(value)[:40]}, expected a finite number such as 1.0 (0 switches a concept off)")
+        raise TinyEngramError(f"strength is {repr(value)[:40]}, expected a finite number such as 1.0 (0 switches a concept off)")
     return number
 
 
