@@ -5,6 +5,15 @@ from typing import Any
 
 from tiny_engram.pipelines.attentions import auraflow, flux, hunyuan_dit, joint_blocks, masked_across_transformer_blocks
 from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family, cleans_captions
+from tiny_engram.pipelines.latents import shifted
+from tiny_engram.pipelines.predictions import (
+    auraflow_prediction,
+    chroma_prediction,
+    flux_prediction,
+    hunyuan_dit_prediction,
+    pixart_prediction,
+    stable_diffusion_3_prediction,
+)
 from tiny_engram.pipelines.texts import preprocessed, sequence_window
 
 __all__ = ["AURAFLOW", "CHROMA", "FLUX", "HUNYUAN_DIT", "PIXART", "STABLE_DIFFUSION_3"]
@@ -51,23 +60,6 @@ def encode_twice(pipe: Any, prompts: Sequence[str], negative: Sequence[str] | No
     return found
 
 
-def pixart_prediction(pipe: Any, noisy: Any, timesteps: Any, states: Any, mask: Any) -> Any:
-    """As PixArt calls its transformer; Alpha at 1,024 pixels says the picture's size too."""
-    conditions = None
-    if pipe.transformer.use_additional_conditions:
-        batch, _, height, width = noisy.shape
-        size = noisy.new_tensor([height, width]) * pipe.vae_scale_factor
-        conditions = {"resolution": size.expand(batch, 2), "aspect_ratio": (size[:1] / size[1:]).expand(batch, 1)}
-    return pipe.transformer(
-        noisy,
-        encoder_hidden_states=states,
-        timestep=timesteps,
-        added_cond_kwargs=conditions,
-        encoder_attention_mask=mask,
-        return_dict=False,
-    )[0]
-
-
 STABLE_DIFFUSION_3 = Family(
     name="stable-diffusion-3",
     pipelines=(
@@ -87,6 +79,8 @@ STABLE_DIFFUSION_3 = Family(
     returns=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
     consumed=two_clips_and_t5,
     attentions=joint_blocks,
+    predicts=stable_diffusion_3_prediction,
+    latents=shifted,
 )
 
 FLUX = Family(
@@ -113,6 +107,9 @@ FLUX = Family(
     consumed=t5_and_pooled,
     per_timestep=lambda timestep, total: timestep * total,
     attentions=flux,
+    predicts=flux_prediction,
+    latents=shifted,
+    patch=2,
 )
 
 CHROMA = Family(
@@ -129,6 +126,10 @@ CHROMA = Family(
     ),
     per_timestep=lambda timestep, total: timestep * total,
     attentions=flux,
+    predicts=chroma_prediction,
+    no_checkpoints="diffusers leaves Chroma's mask out of blocks that are computed again",
+    latents=shifted,
+    patch=2,
 )
 
 PIXART = Family(
@@ -141,6 +142,7 @@ PIXART = Family(
     # none, with a warning for each call.
     call={"use_resolution_binning": False, "clean_caption": cleans_captions()},
     predicts=pixart_prediction,
+    plain=True,
 )
 
 AURAFLOW = Family(
@@ -150,6 +152,7 @@ AURAFLOW = Family(
     returns=WITH_MASKS,
     per_timestep=lambda timestep, total: timestep * total,
     attentions=auraflow,
+    predicts=auraflow_prediction,
 )
 
 HUNYUAN_DIT = Family(
@@ -164,4 +167,6 @@ HUNYUAN_DIT = Family(
     encode=encode_twice,
     given={"encoder_hidden_states": "prompt_embeds", "encoder_hidden_states_t5": "prompt_embeds_2"},
     attentions=hunyuan_dit,
+    call={"use_resolution_binning": False},
+    predicts=hunyuan_dit_prediction,
 )

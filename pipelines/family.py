@@ -1,6 +1,7 @@
 """What a family of pipelines is: its encoders, how they are called, and what the denoiser consumes of them.
 
-Dataclasses and small functions about objects that the user made; nothing of diffusers is imported, and of tiny_engram its errors alone.
+Dataclasses and small functions about objects that the user made; nothing of diffusers is imported, and of tiny_engram its errors and the
+families' latents alone.
 """
 
 import inspect
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tiny_engram.errors import TinyEngramError
+from tiny_engram.pipelines.latents import scaled
 
 __all__ = [
     "WITH_MASKS",
@@ -223,9 +225,17 @@ class Family:
         probe_length: tokens that the prompts of the probe at attach are padded to, where the pipeline pads; None for its own.
         refuses: mode ("deep", "context", "input") -> why this family does not have it, in words.
         call: further arguments of `pipe(...)` with which pictures are drawn at a size that is asked for.
-        predicts: how a step of training calls the denoiser: (pipe, noisy latents `[batch, channels, h, w]`, timesteps int64 `[batch]`, text
-            states `[batch, time, width]`, their mask int64 `[batch, time]` or None) -> what it says, whose first channels are those of the
-            latents. None: concepts cannot be taught on this family.
+        predicts: how a step of training calls the denoiser: (pipe, noisy latents `[batch, channels, h, w]`, the scheduler's timesteps
+            `[batch]`, embeds as `embeds` gives them, frames float `[batch, 6]`) -> what it says, whose first channels are those of the
+            latents; with flow matching the way from picture to noise. A frame is height and width of the picture as it was found, top and
+            left edge of the crop in it once scaled, height and width of the crop. None: concepts cannot be taught on this family.
+        latents: (pipe, pixels) -> mean and deviation of the latents, the other way round than the pipeline decodes them.
+        plain: does the last state of its one encoder, of a prompt filled up to the window, reach the denoiser as it is? Then captions of a
+            run are encoded many at a time, and rows at `input` run the encoder again no further than to the trigger.
+        patch: side of the square of latents that is one place for the denoiser; None where its config's `patch_size` says so.
+        no_checkpoints: why a denoiser whose blocks are computed again for their gradients says something else, in words; None where it does
+            not.
+        untaught: why concepts cannot be taught, in words; for families without `predicts`.
     """
 
     name: str
@@ -243,7 +253,12 @@ class Family:
     probe_length: int | None = 64
     refuses: Mapping[str, str] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
-    predicts: Callable[[Any, Any, Any, Any, Any], Any] | None = None
+    predicts: Callable[[Any, Any, Any, Mapping[str, Any], Any], Any] | None = None
+    latents: Callable[[Any, Any], tuple[Any, Any]] = scaled
+    plain: bool = False
+    patch: int | None = None
+    no_checkpoints: str | None = None
+    untaught: str = "nobody has described yet how it is taught"
 
     def __post_init__(self) -> None:
         """Raises TinyEngramError for a field of another type, and for two encoders of one role."""
@@ -282,6 +297,11 @@ class Family:
             if near or not anything:
                 way = f"did you mean {near[0]!r}?" if near else "leave it out"
                 raise TinyEngramError(f"{type(pipe).__name__} takes no option {name!r}; {way}")
+
+    def text_of(self, embeds: Mapping[str, Any]) -> Any:
+        """The first tensor of text states that the denoiser is given, of embeds by name."""
+        name = next(iter((self.given or {"encoder_hidden_states": "prompt_embeds"}).values()))
+        return embeds[name][0] if isinstance(embeds[name], list) else embeds[name]
 
     def states(self, pipe: Any, embeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each role's own states inside the embeds; see `consumed`."""

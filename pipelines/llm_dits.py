@@ -1,7 +1,9 @@
 """Image pipelines whose prompt a language model reads: Sana, Lumina 2, Qwen-Image, Z-Image and FLUX.2."""
 
 from tiny_engram.pipelines.attentions import joint_blocks, lumina, sana, z_image
-from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family
+from tiny_engram.pipelines.family import WITH_MASKS, EncoderSpec, Family, cleans_captions
+from tiny_engram.pipelines.latents import compressed, normalized, shifted
+from tiny_engram.pipelines.predictions import lumina_prediction, qwen_image_prediction, sana_prediction, z_image_prediction
 from tiny_engram.pipelines.texts import behind_system_message, chat_window, preprocessed, sequence_window, window_behind
 
 __all__ = ["FLUX_2", "FLUX_2_KLEIN", "LUMINA_2", "QWEN_IMAGE", "SANA", "Z_IMAGE"]
@@ -12,6 +14,9 @@ SANA = Family(
     encoders=(EncoderSpec("llm", "text_encoder", "tokenizer", text=preprocessed, lower_case=True, window=sequence_window),),
     returns=WITH_MASKS,
     attentions=sana,
+    call={"use_resolution_binning": False, "clean_caption": cleans_captions()},
+    predicts=sana_prediction,
+    latents=compressed,
 )
 
 LUMINA_2 = Family(
@@ -26,6 +31,8 @@ LUMINA_2 = Family(
     probe_length=None,
     per_timestep=lambda timestep, total: (1 - timestep) * total,
     attentions=lumina,
+    predicts=lumina_prediction,
+    latents=shifted,
 )
 
 QWEN_IMAGE = Family(
@@ -35,6 +42,9 @@ QWEN_IMAGE = Family(
     returns=("prompt_embeds", "prompt_embeds_mask"),
     per_timestep=lambda timestep, total: timestep * total,
     attentions=joint_blocks,
+    predicts=qwen_image_prediction,
+    latents=normalized,
+    patch=2,
 )
 
 Z_IMAGE = Family(
@@ -53,8 +63,14 @@ Z_IMAGE = Family(
     given={"cap_feats": "prompt_embeds"},
     per_timestep=lambda timestep, total: (1 - timestep) * total,
     attentions=z_image,
+    predicts=z_image_prediction,
+    latents=shifted,
+    patch=2,
     timestep="t",
 )
+
+# What teaching FLUX.2 would take.
+THREE_LAYERS = "rows would have to be taught at three layers' states at once, and its latents are normed by statistics of its VAE"
 
 FLUX_2 = Family(
     name="flux-2",
@@ -72,6 +88,7 @@ FLUX_2 = Family(
     probe_length=None,
     per_timestep=lambda timestep, total: timestep * total,
     attentions=joint_blocks,
+    untaught=THREE_LAYERS,
 )
 
 FLUX_2_KLEIN = Family(
@@ -89,4 +106,5 @@ FLUX_2_KLEIN = Family(
     returns=("prompt_embeds", "_text_ids"),
     per_timestep=lambda timestep, total: timestep * total,
     attentions=joint_blocks,
+    untaught=THREE_LAYERS,
 )

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiny_engram.pipelines.family import Attention, EncoderSpec, Family
+from tiny_engram.pipelines.latents import scaled_by_channel
+from tiny_engram.pipelines.predictions import unet_prediction, xl_unet_prediction
 
 __all__ = ["STABLE_DIFFUSION", "STABLE_DIFFUSION_XL"]
 
@@ -31,11 +33,6 @@ def side_by_side(pipe: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
     return {"clip_l": states[..., :first], "clip_g": states[..., first:]}
 
 
-def unet_prediction(pipe: Any, noisy: Any, timesteps: Any, states: Any, mask: Any) -> Any:
-    """As Stable Diffusion 1.x calls its UNet, which reads padding too."""
-    return pipe.unet(noisy, timesteps, states, return_dict=False)[0]
-
-
 STABLE_DIFFUSION = Family(
     name="stable-diffusion-1",
     pipelines=(
@@ -61,6 +58,7 @@ STABLE_DIFFUSION = Family(
     attentions=unet_attentions,
     projected=False,
     predicts=unet_prediction,
+    plain=True,
 )
 
 STABLE_DIFFUSION_XL = Family(
@@ -87,4 +85,6 @@ STABLE_DIFFUSION_XL = Family(
     consumed=side_by_side,
     attentions=unet_attentions,
     projected=False,
+    predicts=xl_unet_prediction,
+    latents=scaled_by_channel,
 )

@@ -9,6 +9,8 @@ from tiny_engram.pipelines.texts import cleaned_by_module, cropped_window, seque
 
 __all__ = ["COGVIDEOX", "HUNYUAN_VIDEO", "LTX", "WAN"]
 
+PICTURES_ALONE = "it makes videos, and a concept is taught from pictures alone"
+
 
 def llama_and_pooled(pipe: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
     """HunyuanVideo: the language model's states, and of CLIP the pooled vector alone."""
@@ -22,6 +24,7 @@ WAN = Family(
     returns=("prompt_embeds", "negative_prompt_embeds"),
     denoisers=("transformer", "transformer_2"),
     attentions=wan,
+    untaught=PICTURES_ALONE,
 )
 
 LTX = Family(
@@ -30,6 +33,7 @@ LTX = Family(
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
     returns=WITH_MASKS,
     attentions=masked_across_transformer_blocks,
+    untaught=PICTURES_ALONE,
 )
 
 COGVIDEOX = Family(
@@ -43,6 +47,7 @@ COGVIDEOX = Family(
     encoders=(EncoderSpec("t5", "text_encoder", "tokenizer", window=sequence_window),),
     returns=("prompt_embeds", "negative_prompt_embeds"),
     attentions=cogvideox,
+    untaught=PICTURES_ALONE,
 )
 
 HUNYUAN_VIDEO = Family(
@@ -55,4 +60,5 @@ HUNYUAN_VIDEO = Family(
     returns=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
     consumed=llama_and_pooled,
     attentions=hunyuan_video,
+    untaught=PICTURES_ALONE,
 )

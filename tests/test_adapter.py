@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,6 +89,8 @@ def test_a_strength_is_a_finite_number(tiny, adapter, value):
     with pytest.raises(TinyEngramError, match="expected a finite number"):
         adapter.load_concept(tiny.concept(adapter, "zqx"), strength=value)
     assert adapter.get_list_concepts() == []
+    with pytest.raises(TinyEngramError, match="strength is '1', expected a finite number"):  # text shows as text
+        adapter.load_concept(tiny.concept(adapter, "zqx"), strength="1")
     adapter.load_concept(tiny.concept(adapter, "zqx"))
     with pytest.raises(TinyEngramError, match="expected a finite number"):
         adapter.set_strength("zqx", value)
@@ -355,3 +358,9 @@ def test_an_alias_added_later_starts_as_a_copy(tiny, adapter, pipe, tmp_path):
     assert [f.text for f in adapter.explain("a cat-toy, a toycat and two cat-toys").fired] == ["cat-toy", "toycat", "cat-toys"]
     with pytest.raises(TinyEngramError, match="no alias is needed"):
         adapter.add_alias(concept, "CAT-TOY")
+
+
+@pytest.mark.parametrize("base", ["assets/bases/emoji-sd", Path("assets/bases/emoji-sd")])
+def test_attach_to_a_path_says_how_to_load_it(base):
+    with pytest.raises(TinyEngramError, match="given 'assets/bases/emoji-sd', expected a loaded pipeline.*EngramPipeline.from_pretrained"):
+        tiny_engram.attach(base)

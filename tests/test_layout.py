@@ -31,6 +31,7 @@ FLOORS = {
     "tiny_engram.push_cli": 6,
     "tiny_engram.train_cli": 6,
     "tiny_engram.scan_cli": 6,
+    "tiny_engram.manifest_cli": 6,
     "tiny_engram.demo_llm": 6,
     "tiny_engram.demo": 6,
     "tiny_engram.__main__": 6,

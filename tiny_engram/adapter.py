@@ -3,10 +3,10 @@
 May import everything below it; pipelines/families.py says what a pipeline consists of.
 """
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from os import PathLike
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
@@ -62,6 +62,11 @@ def find_family(pipe: Any) -> Any | None:
     return import_module("tiny_engram.pipelines.families").family_of(pipe) if adapter is None else adapter.family
 
 
+def taught_families() -> list[str]:
+    """Names of the families on which concepts can be taught."""
+    return [family.name for family in import_module("tiny_engram.pipelines.families").families() if family.predicts is not None]
+
+
 def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     """Carry concepts on a pipeline; probes that what the denoiser consumes follows them.
 
@@ -73,9 +78,10 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
         MountError: the probe found an encoder whose states do not reach the denoiser.
     """
     families = import_module("tiny_engram.pipelines.families")
-    if isinstance(pipe, (str, PathLike)):
+    if isinstance(pipe, str | os.PathLike):
         raise TinyEngramError(
-            f"pipe is {str(pipe)!r}, expected a pipeline that is loaded; EngramPipeline.from_pretrained loads one by its folder or Hub id"
+            f"attach was given {str(pipe)[:80]!r}, expected a loaded pipeline; load it with diffusers first, "
+            f"or use tiny_engram.EngramPipeline.from_pretrained, which takes a folder or Hub id"
         )
     if family is not None:
         families.check_family(family)

@@ -154,9 +154,10 @@ class ContextMounts:
         self._entries.clear()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hooks in place inside, whatever is loaded: for training. Those of the maps come when the first ones are given."""
+    def held(self, *, maps: bool = False) -> Iterator[None]:
+        """Hooks in place inside, whatever is loaded: for training. Those of the maps come with `maps`, or when the first ones are given."""
         self._holders += 1
+        self._maps_held = self._maps_held or maps
         try:
             self.settle()
             yield
@@ -164,6 +165,13 @@ class ContextMounts:
             self._holders -= 1
             self._forget_given()
             self._maps_held = self._maps_held and bool(self._holders)
+            self.settle()
+
+    def hold_maps(self) -> None:
+        """Inside `held()`: the hooks of the maps too. Where several roles give maps at once, before the first of them does: hooks that come
+        are probed, and read through the others."""
+        if not self._maps_held:
+            self._maps_held = bool(self._holders)
             self.settle()
 
     # -- around the denoiser -------------------------------------------------------------------------------------------------
@@ -246,9 +254,8 @@ class ContextMounts:
         if not needed:
             yield
             return
-        if maps is not None and not self._maps_held:
-            self._maps_held = bool(self._holders)
-            self.settle()
+        if maps is not None:
+            self.hold_maps()
         self._forget_given()
         self._hooks.following.follow()
         self._maps.begin()

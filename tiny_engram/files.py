@@ -14,8 +14,11 @@ __all__ = ["check_writable", "file_name_of", "sync_folder", "write_atomically"]
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{name}{k}" for name in ("com", "lpt") for k in range(10))}
 
 
-def write_atomically(path: Path, blob: bytes) -> Path:
-    """Write beside the target, flush to disk, rename over it; on any failure (OSError) the old file stays and nothing is left behind."""
+def write_atomically(path: Path, blob: bytes, *, gone: Path | None = None) -> Path:
+    """Write beside the target, flush to disk, rename over it; on any failure (OSError) the old file stays and nothing is left behind.
+
+    `gone` is a file that shall not outlive the old one: it is deleted once all of the new one is on the disk, before the rename.
+    """
     temporary: str | None = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", suffix=".tmp", dir=path.parent)
@@ -26,6 +29,8 @@ def write_atomically(path: Path, blob: bytes) -> Path:
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
+        if gone is not None:
+            gone.unlink(missing_ok=True)
         os.replace(temporary, path)
         temporary = None
         sync_folder(path.parent)

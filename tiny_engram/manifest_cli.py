@@ -8,8 +8,8 @@ from typing import Any
 from tiny_engram.cli_fields import given_fields
 from tiny_engram.errors import ConfigError, FaultsError, raise_faults
 from tiny_engram.launched import device_for, dtype_for, local_rank
-from tiny_engram.manifest import LOADING, OWN, Manifest, manifest_text, read_manifest
 from tiny_engram.training.config import TrainConfig
+from tiny_engram.training.manifest import LOADING, OWN, Manifest, manifest_text, read_manifest
 
 __all__ = ["add_manifest_options", "refuse_manifest_options", "run_manifest"]
 

@@ -11,6 +11,7 @@ from tiny_engram.training import loop, objective, trainer
 from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.prepared import TrainingData
+from tiny_engram.training.rows import ConceptRows
 
 ROLE, SAMPLES = "clip_l", 8
 PRODUCT = {"mounts": ("input", "value"), "share": "block", "bands": 2, "attention_rank": 2, "feedforward_rank": 1, "class_word": "ball"}
@@ -69,7 +70,8 @@ def test_a_step_of_teaching_is_the_bench_s(base, adapter, run, taught, product, 
     ours = Ours(base, [run("ours", "disc", **options)])
     config = settings(**product)
     start = trainer.untrained(adapter, config)
-    module = trainer.masters_of(adapter, start, ROLE, config)
+    module = trainer.masters_of(adapter, start, config)
+    assert isinstance(module, ConceptRows)
     for what, pairs in paired(ours, module).items():
         for mine, theirs in pairs:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3 if what == "maps" else 1e-5)

@@ -13,6 +13,7 @@ from tiny_engram.training import loop, objective, trainer
 from tiny_engram.training.cache import cache_captions
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.prepared import TrainingData
+from tiny_engram.training.rows import ConceptRows
 
 ROLE, SAMPLES = "t5", 4
 PARTS = ("part0", "part1", "part2", "part3")
@@ -58,7 +59,8 @@ def test_a_step_of_teaching_is_the_bench_s(subjects, run, product, options):
     config = TrainConfig(**given)
     adapter = tiny_engram.attach(base.pipe)
     start = trainer.untrained(adapter, config)
-    module = trainer.masters_of(adapter, start, ROLE, config)
+    module = trainer.masters_of(adapter, start, config)
+    assert isinstance(module, ConceptRows)
     for mine, theirs in paired(ours, module):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
     assert module.rows[0].ne(0).any()

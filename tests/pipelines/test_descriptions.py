@@ -78,8 +78,3 @@ def test_a_family_is_a_family(own_pipe):
         with pytest.raises(TinyEngramError, match=r"^family is 'mine', expected a tiny_engram.pipelines.family.Family"):
             call("mine")
     assert family_of(own_pipe) is not None
-
-
-def test_a_name_is_no_pipeline():
-    with pytest.raises(TinyEngramError, match=r"^pipe is 'emoji-sd', expected a pipeline that is loaded; EngramPipeline.from_pretrained"):
-        tiny_engram.attach("emoji-sd")

@@ -2,8 +2,9 @@
 
     python killed_runs.py MODEL
 
-Reads lines of JSON from standard input: {"config": of TrainConfig, "seconds": after which the run is killed, or null}; answers each with
-{"code": what the run ended with, negative for a signal}.
+Reads lines of JSON from standard input: {"config": of TrainConfig, or a list of these, "seconds": of the run's own processor's time
+after which it is killed, or null; a busy machine does not move the moment. Answers each with {"code": what the run ended with, negative
+for a signal}.
 """
 
 import json
@@ -13,14 +14,20 @@ import sys
 import time
 import traceback
 
+import psutil
+
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.loop import train
+from tiny_engram.training.many import train_concepts
 
 
-def run(pipe, told: dict) -> None:
+def run(pipe, told: dict | list) -> None:
     try:
-        train(pipe, TrainConfig.from_dict(told), progress=False)
+        if isinstance(told, list):
+            train_concepts(pipe, [TrainConfig.from_dict(each) for each in told], concepts_together=2, progress=False)
+        else:
+            train(pipe, TrainConfig.from_dict(told), progress=False)
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -36,7 +43,9 @@ def main() -> int:
         if pid == 0:
             run(pipe, asked["config"])
         if asked["seconds"] is not None:
-            time.sleep(asked["seconds"])
+            child = psutil.Process(pid)
+            while child.status() != psutil.STATUS_ZOMBIE and child.cpu_times().user < asked["seconds"]:
+                time.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)

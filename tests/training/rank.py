@@ -3,7 +3,7 @@
     python rank.py MODEL CONFIG.json ANSWER.json [plain] [dies=N]
 
 `plain` switches the quantiser off, through which rounding of one process' sum may become a step of another's. `dies=N` kills this process
-in step N, inside the denoiser. The answer holds losses, or the error's line.
+in step N, inside the denoiser. A list of configs is taught as many concepts. The answer holds losses, or the error's line.
 """
 
 import json
@@ -18,6 +18,7 @@ from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.training import rows
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.loop import train
+from tiny_engram.training.many import train_concepts
 
 
 def main() -> int:
@@ -36,10 +37,14 @@ def main() -> int:
 
     pipe.unet.mid_block.register_forward_hook(count)
     with open(told) as file:
-        config = TrainConfig.from_dict(json.load(file))
+        told = json.load(file)
     try:
-        result = train(pipe, config, progress=False)
-        said = {"losses": result.losses, "steps": result.steps}
+        if isinstance(told, list):
+            outcomes = train_concepts(pipe, [TrainConfig.from_dict(each) for each in told], progress=False)
+            said = {"concepts": [{"losses": each.result and each.result.losses, "error": each.error} for each in outcomes]}
+        else:
+            result = train(pipe, TrainConfig.from_dict(told), progress=False)
+            said = {"losses": result.losses, "steps": result.steps}
     except TinyEngramError as error:
         said = {"error": str(error)}
     with open(answer, "w") as file:

@@ -189,7 +189,7 @@ def test_a_sample_shows_a_taught_picture_or_a_collage_never_cut_down(pipe, recip
     assert all(" next to " in data.captions.texts[k] for (k,) in data.choices[2:])
     picked: list[list[int]] = []
     batch = type(data.captions).batch
-    module = trainer.masters_of(adapter, start, ROLE, config)
+    module = trainer.masters_of(adapter, start, config)
     with pytest.MonkeyPatch.context() as patch, adapter.contexts[ROLE].held():
         patch.setattr(type(data.captions), "batch", lambda self, picks: picked.append(picks) or batch(self, picks))
         loop.denoising_loss(pipe, module, adapter.contexts[ROLE], data, drawn[:8], config)

@@ -45,7 +45,6 @@ def make(**changes) -> TrainConfig:
         ("mounts", ("span", 1)),
         ("mounts", ("span", "deep.2")),
         ("mounts", ("deep",)),
-        ("mounts", ("pooled",)),
         ("share", "width"),
         ("bands", 5),
         ("bands", 2.0),
@@ -111,7 +110,7 @@ def test_nonsense_is_refused_with_field_value_and_expectation(field, value):
 def test_what_only_some_mounts_can_use_is_refused_with_others():
     with pytest.raises(ConfigError, match="class_word is 'lamp', expected None where mounts are neither 'input' nor 'span'"):
         make(mounts=("value",), class_word="lamp")
-    with pytest.raises(ConfigError, match="context_rho is 0.5, expected None where mounts are 'input' and 'span' alone"):
+    with pytest.raises(ConfigError, match="context_rho is 0.5, expected None where mounts are at the encoder alone"):
         make(mounts=("span",), context_rho=0.5)
     none = {"attention_rank": 0, "feedforward_rank": 0}
     for mounts in (("input",), ("input", "span")):

@@ -64,7 +64,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     options = config(**ALL)
     adapter = tiny_engram.attach(pipe)
     start = trainer.untrained(adapter, options)
-    module = trainer.masters_of(adapter, start, ROLE, options)
+    module = trainer.masters_of(adapter, start, options)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)
@@ -97,7 +97,7 @@ def test_the_denoiser_says_in_training_what_it_says_when_served(tiny, pipe, conf
     most = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert far(states, served) < most and far(trained, output) < most
     assert far(plain, output) > 2 * most and far(plain_states, served) > 2 * most and no_hooks(pipe)
-    fired = torch.zeros(2, 77, dtype=torch.bool).index_put(data.captions.batch([0, 0]).spans.flat()[:2], torch.tensor(True))
+    fired = torch.zeros(2, 77, dtype=torch.bool).index_put(data.captions.batch([0, 0]).parts[ROLE].spans.flat()[:2], torch.tensor(True))
     assert torch.equal(states[~fired], plain_states[~fired])
 
 

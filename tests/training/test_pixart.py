@@ -11,7 +11,7 @@ import tiny_engram
 from tests.pipelines.tiny.t5 import pixart
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.run_setup import frozen
-from tiny_engram.training import loop, objective, train, trainer
+from tiny_engram.training import loop, objective, rows, train, train_concepts, trainer
 from tiny_engram.training.cache import encode_pictures
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.prepared import prepare
@@ -76,7 +76,7 @@ def test_the_transformer_says_in_training_what_it_says_when_served(base, config,
     options = config(**mounts, resolution=64)
     adapter = tiny_engram.attach(base)
     start = trainer.untrained(adapter, options)
-    module = trainer.masters_of(adapter, start, ROLE, options)
+    module = trainer.masters_of(adapter, start, options)
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)) * 0.3)
@@ -133,3 +133,20 @@ def test_published_shapes_say_variance_and_size_beside(conditions, config):
     result = train(pipe, config(mounts=("span",), max_train_steps=2, resolution=32), progress=False)
     assert torch.tensor(result.losses).isfinite().all()
     assert result.concept.mount_rows(ROLE).rows().ne(0).any()
+
+
+def test_concepts_with_captions_of_other_lengths_are_taught_together(base, config, folder, tmp_path, monkeypatch):
+    """The shorter states of one end in zeros, which the mask hides; without the quantiser, which makes steps of rounding."""
+    monkeypatch.setattr(rows, "fake_quantize", lambda x: x)
+    options = {**EVERYWHERE, "max_train_steps": 3, "resolution": 64, "adam_epsilon": 1e-3}
+    captions = {"zqx": "a {trigger}", "vortex cat": "a photo of a {trigger} that sits on a very long table beside two lamps"}
+
+    def make(below: str):
+        own = [
+            {"trigger": word, "caption_template": (text,), "output_dir": str(tmp_path / below / word)} for word, text in captions.items()
+        ]
+        return [config(**options, **each, seed=k) for k, each in enumerate(own)]
+
+    for outcome, alone in zip(train_concepts(base, make("together"), progress=False), make("alone"), strict=True):
+        assert outcome.result is not None
+        assert outcome.result.losses == pytest.approx(train(base, alone, progress=False).losses, rel=1e-4)

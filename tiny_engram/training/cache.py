@@ -4,7 +4,8 @@ Behind the encoder its output is as good as the text. Only rows on the token emb
 then no more of it than what they reach. May import torch, diffusers' image processor, data and the adapter's parts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,11 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import pad
 
+from tiny_engram.adapter import find_family
 from tiny_engram.concept import Concept
 from tiny_engram.config import INPUT
 from tiny_engram.engram_adapter import EngramAdapter
+from tiny_engram.errors import TinyEngramError
 from tiny_engram.input_mount import encode_with_input
 from tiny_engram.residual import Spans
 from tiny_engram.training.data import DataError, Example, fitted_picture
@@ -42,7 +45,7 @@ class CaptionBatch:
         states: of the base's encoder, `[batch, time, width]`. spans: where the trigger stands.
         ids: int64 `[distinct, up to time]`, each distinct caption once; `inner` are the spans in these. Where the encoder reads from left
             to right, they end with the last span: nothing behind it reaches one.
-        row: of each caption of the batch, which of `ids` it is.
+        row: of each caption of the batch, which of `ids` it is. role: of the encoder.
         mask: int64 `[batch, time]`, 1 where a caption stands, where the encoder is given one; `inner_mask` is that of `ids`.
     """
 
@@ -54,6 +57,16 @@ class CaptionBatch:
     row: tuple[int, ...]
     mask: torch.Tensor | None = None
     inner_mask: torch.Tensor | None = None
+    role: str = ""
+
+    @property
+    def parts(self) -> dict[str, "CaptionBatch"]:
+        """By role, as `ConditionBatch.parts`."""
+        return {self.role: self}
+
+    def embeds(self, states: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What `pipe(...)` takes, with these states."""
+        return {"prompt_embeds": states[self.role]} | ({} if self.mask is None else {"prompt_attention_mask": self.mask})
 
     @property
     def fired(self) -> torch.Tensor:
@@ -87,6 +100,7 @@ class CaptionStates:
     encoder: nn.Module = field(repr=False)
     onward: bool
     mask: torch.Tensor | None = None
+    role: str = ""
 
     def batch(self, picks: Sequence[int]) -> CaptionBatch:
         """These captions."""
@@ -105,6 +119,7 @@ class CaptionStates:
             row=tuple(number[pick] for pick in picks),
             mask=None if mask is None else mask[list(picks)],
             inner_mask=None if mask is None else mask[distinct, : end if self.onward else None],
+            role=self.role,
         )
 
     def _spans(self, picks: Sequence[int]) -> Spans:
@@ -139,12 +154,16 @@ def joined_captions(parts: Sequence[CaptionStates], positions: Sequence[int]) ->
         parts[0].encoder,
         parts[0].onward,
         torch.cat(masks) if masks else None,
+        parts[0].role,
     )
 
 
-def find_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[Tokens, list[list[tuple[int, int, int]]]]:
-    """Tokens as the pipeline makes them, and where the trigger fires in each text: (start, length, offset)."""
-    role = next(iter(adapter.mounts))
+def find_places(
+    adapter: EngramAdapter, concept: Concept, texts: Sequence[str], role: str | None = None
+) -> tuple[Tokens, list[list[tuple[int, int, int]]]]:
+    """Tokens as the pipeline makes them at a role (None: the concept's first), and where the trigger fires in each text: (start, length,
+    offset)."""
+    role = next(iter(concept.roles)) if role is None else role
     tokens = read_texts(adapter, role, texts)
     found = adapter.spans(concept, tokens.ids, role)
     places: list[list[tuple[int, int, int]]] = [[] for _ in texts]
@@ -153,9 +172,11 @@ def find_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) 
     return tokens, places
 
 
-def checked_places(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> tuple[Tokens, list[list[tuple[int, int, int]]]]:
+def checked_places(
+    adapter: EngramAdapter, concept: Concept, texts: Sequence[str], role: str | None = None
+) -> tuple[Tokens, list[list[tuple[int, int, int]]]]:
     """The same of captions. Raises DataError for one in which the trigger does not fire."""
-    tokens, places = find_places(adapter, concept, texts)
+    tokens, places = find_places(adapter, concept, texts, role)
     for text, place in zip(texts, places, strict=True):
         if not place:
             raise DataError(
@@ -180,7 +201,7 @@ def cache_captions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str
     onward = INPUT in concept.roles[role].mounts and _reads_onward(encoder, ids[:1])
     # what a mask hides behind all captions is cut off
     states = states[:, : ids.shape[1]]
-    return CaptionStates(distinct, states, tuple(tuple(p) for p in places), ids, encoder, onward, tokens.mask)
+    return CaptionStates(distinct, states, tuple(tuple(p) for p in places), ids, encoder, onward, tokens.mask, role)
 
 
 @torch.no_grad()
@@ -207,11 +228,33 @@ def encode_pictures(pipe: Any, pictures: Iterable[Image.Image], resolution: int)
 
 @torch.no_grad()
 def encode_picture(pipe: Any, picture: Image.Image, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of one picture at (width, height): float32 `[channels, h, w]` each."""
+    """The same of one picture at (width, height): float32 `[channels, h, w]` each, as the pipeline's family has them.
+
+    Raises TinyEngramError for latents that are no numbers, or a pipeline of no known family.
+    """
     from diffusers.image_processor import VaeImageProcessor
 
     vae, (width, height) = pipe.vae, size
     pixels = VaeImageProcessor(vae_scale_factor=pipe.vae_scale_factor).preprocess(picture, height=height, width=width)
-    latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
-    factor = vae.config.scaling_factor
-    return latents.mean[0].float() * factor, latents.std[0].float() * factor
+    family = find_family(pipe)
+    if family is None:
+        raise TinyEngramError(f"{type(pipe).__name__} is of no known family, so how its latents are scaled is unknown; attach to it first")
+    with _precise(vae):
+        mean, std = family.latents(pipe, pixels.to(vae.device, vae.dtype))
+    if not (mean.isfinite().all() and std.isfinite().all()):
+        raise TinyEngramError(f"the VAE gives latents that are no numbers in {vae.dtype}; load it in float32 or bfloat16")
+    return mean[0], std[0]
+
+
+@contextmanager
+def _precise(vae: Any) -> Iterator[None]:
+    """A VAE in float32 inside, where its config asks for that and it is in float16: Stable Diffusion XL's runs over there. Its weights
+    keep their bits."""
+    upcast = vae.dtype == torch.float16 and bool(getattr(vae.config, "force_upcast", False))
+    try:
+        if upcast:
+            vae.to(torch.float32)
+        yield
+    finally:
+        if upcast:
+            vae.to(torch.float16)

@@ -21,7 +21,7 @@ from tiny_engram.kernels.fixed_basis import fixed_basis
 from tiny_engram.kernels.span_residual import span_residual
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, span_mean_norm
-from tiny_engram.training.reading import Tokens, read_texts
+from tiny_engram.training.reading import Tokens, encoder_of, read_texts
 
 __all__ = ["CARRIERS", "Start", "place_of_word", "start_at_word"]
 
@@ -33,6 +33,8 @@ CARRIERS = (
     "a picture of a {0}, 3d style, red background",
     "a 3d {0} next to a ball on a green background",
 )
+# For tokens that a trigger has at the start of a text, or behind a mark, alone.
+ELSEWHERE = ("{0}", "{0} on a table", '"{0}"', "({0})")
 ROUNDS = 12
 REACH = 0.75  # of the bound, that the word takes: training has room beyond it
 WIDEST = 0.95  # gate that a start may ask for: one that is open all the way learns no more
@@ -73,7 +75,7 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
     Raises:
         TinyEngramError: none of those mounts, or a word or a spelling that is not read as tokens of its own in any sentence.
     """
-    mount, place = adapter.mounts[role], concept.roles[role]
+    place = concept.roles[role]
     names = [name for name in ENCODER_MOUNTS if name in place.mounts]
     if not names:
         raise TinyEngramError(
@@ -81,11 +83,12 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
             "mounts, or leave class_word out"
         )
     pairs = _pairs(adapter, concept, role, word)
-    encoder, seed = mount.module, concept.config.basis_seed
+    reader, seed = encoder_of(adapter, role), concept.config.basis_seed
+    encoder: Any = reader.module
     batch, time, at = pairs.spans.flat()
 
     def states_of(tokens: Tokens) -> torch.Tensor:
-        return encoder(tokens.ids, **tokens.options)[0][batch]
+        return reader.read(encoder(tokens.ids, **tokens.options, **reader.options))[batch]
 
     found: dict[str, Start] = {}
     for name in names:
@@ -100,7 +103,7 @@ def start_at_word(adapter: Any, concept: Concept, role: str, word: str) -> dict[
                 return apply_concept(x, pairs.spans, rows, start.gain, start.bias, rho=rho, basis_seed=seed)
 
             triggers = pairs.triggers
-            here = encode_with_input(encoder, triggers.ids, move, **triggers.options)[0][batch]
+            here = reader.read(encode_with_input(encoder, triggers.ids, move, **triggers.options, **reader.options))[batch]
             there = states_of(pairs.words)
         else:
             here, there = states_of(pairs.triggers), states_of(pairs.words)
@@ -114,14 +117,15 @@ def _pairs(adapter: Any, concept: Concept, role: str, word: str) -> _Pairs:
     mount, groups = adapter.mounts[role], concept.roles[role].groups
     device = mount.module.get_input_embeddings().weight.device
     _, given, _ = reading_of(adapter.pipe, adapter.family, role)
-    triggers = read_texts(adapter, role, [text.format(group.text) for group in groups for text in CARRIERS])
-    words = read_texts(adapter, role, [text.format(word) for text in CARRIERS])
+    texts = (*CARRIERS, *ELSEWHERE)
+    triggers = read_texts(adapter, role, [text.format(group.text) for group in groups for text in texts])
+    words = read_texts(adapter, role, [text.format(word) for text in texts])
     fired: dict[int, list[tuple[int, int, int]]] = {}
     found = adapter.spans(concept, triggers.ids, role)
     for row, *span in zip(*(x.tolist() for x in (found.batch, found.start, found.length, found.offset)), strict=True):
         fired.setdefault(row, []).append((span[0], span[1], span[2]))
-    places = [place_of_word(text, word, words.characters[row]) for row, text in enumerate(CARRIERS)]
-    if not any(places):
+    places = [place_of_word(text, word, words.characters[row]) for row, text in enumerate(texts)]
+    if not any(places[: len(CARRIERS)]):
         raise TinyEngramError(
             f"class_word {word!r} is not read as tokens of its own by the tokenizer of {role}; write a plain word that the base knows"
         )
@@ -129,22 +133,29 @@ def _pairs(adapter: Any, concept: Concept, role: str, word: str) -> _Pairs:
     spans: list[tuple[int, int, int, int]] = []
     there: list[int] = []
     for k, group in enumerate(groups):
+        own = {row: fired.get(k * len(texts) + row, []) for row in range(len(texts))}
+        before = len(spans)
         for row, place in enumerate(places):
-            here = fired.get(k * len(CARRIERS) + row, [])
-            if place is None or len(here) != 1 or here[0][2] != group.offset:
+            here = own[row]
+            if place is None or len(here) != 1 or here[0][2] != group.offset or (row >= len(CARRIERS) and before < len(spans)):
                 continue
             first, length = place
             start, size, offset = here[0]
             spans.append((len(rows), start, size, offset))
-            rows.append(k * len(CARRIERS) + row)
+            rows.append(k * len(texts) + row)
             # The last token of a word is the one that has read it whole: last goes to last, and what is left over to the first.
             there += [first + max(0, step - size + length) for step in range(size)]
-        # a spelling that the pipeline rewrites, as in lower case, fires as that one alone
-        if not spans or (spans[-1][3] != group.offset and given(group.text) == group.text):
+        # a spelling that the pipeline rewrites, as in lower case, fires as that one alone; other tokens of one text, at which it fires
+        # nowhere here, begin at zero
+        if not any(own.values()) and given(group.text) == group.text:
             raise TinyEngramError(
                 f"class_word {word!r}: {group.text!r} fires in none of the sentences such as {CARRIERS[0]!r}; leave it out"
             )
-    carriers = [row % len(CARRIERS) for row in rows]
+    if not spans:
+        raise TinyEngramError(
+            f"class_word {word!r}: {concept.trigger!r} fires in none of the sentences such as {CARRIERS[0]!r}; leave it out"
+        )
+    carriers = [row % len(texts) for row in rows]
     return _Pairs(triggers.at(rows, device), words.at(carriers, device), Spans.of(spans), torch.tensor(there))
 
 
@@ -153,7 +164,8 @@ def place_of_word(text: str, word: str, characters: Sequence[tuple[int, int]]) -
     first = text.index("{0}")
     end = first + len(word)
     inside = [i for i, (a, b) in enumerate(characters) if b > a and a < end and b > first]
-    if not inside or characters[inside[0]][0] < first or characters[inside[-1]][1] != end:
+    # tokens of some vocabularies hold the space in front of a word
+    if not inside or text[characters[inside[0]][0] : first].strip() or characters[inside[-1]][1] != end:
         return None
     return inside[0], len(inside)
 

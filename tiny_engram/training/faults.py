@@ -5,6 +5,7 @@ May import what stands below the loop.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,21 @@ def faults_of(configs: Sequence[TrainConfig], labels: Sequence[str]) -> list[str
     spelt = [[" ".join(re.findall(r"\w+|[^\w\s]", text.casefold())) for text in (config.trigger, *config.aliases)] for config in configs]
     found += _clashes([[tuple(text.split()) for text in texts] for texts in spelt], configs, labels)
     for config, label in zip(configs, labels, strict=True):
-        for check in (scan_for, lambda config: check_writable(Path(config.output_dir)), check_place):
+        for check in (scan_for, _scan_validation, _check_output, check_place):
             try:
                 check(config)
             except TinyEngramError as error:
                 found.append(f"{label}: {error}")
     return found
+
+
+def _scan_validation(config: TrainConfig) -> None:
+    if config.validation_data_dir is not None:
+        scan_for(replace(config, train_data_dir=config.validation_data_dir))
+
+
+def _check_output(config: TrainConfig) -> None:
+    check_writable(Path(config.output_dir))
 
 
 def _twice(what: str, values: Sequence[object], labels: Sequence[str]) -> Iterator[str]:

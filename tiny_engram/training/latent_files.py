@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load, save
 from torch import nn
 
+from tiny_engram.adapter import find_family
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import write_atomically
 from tiny_engram.training.cache import encode_picture
@@ -51,6 +52,8 @@ class LatentFiles:
 
     def __init__(self, pipe: Any, folder: Path) -> None:
         self._pipe, self._folder, self._base = pipe, folder, fingerprint(pipe.vae)
+        name = getattr(getattr(find_family(pipe), "latents", None), "__name__", "scaled")
+        self._transform = "" if name == "scaled" else f" {name}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -58,7 +61,7 @@ class LatentFiles:
 
     def path_of(self, picture: Image.Image, size: tuple[int, int]) -> Path:
         """Where the latents of an RGB picture, already cropped, at (width, height) belong."""
-        told = f"{FORMAT} {self._base} {self._pipe.vae_scale_factor} {picture.mode} {picture.size} {size} "
+        told = f"{FORMAT}{self._transform} {self._base} {self._pipe.vae_scale_factor} {picture.mode} {picture.size} {size} "
         return self._folder / f"latents-{hashlib.blake2b(told.encode() + picture.tobytes(), digest_size=16).hexdigest()}.safetensors"
 
     def encode(self, picture: Image.Image, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from tiny_engram.checkpoints import delete_checkpoints
-from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError, raise_faults
 from tiny_engram.interrupts import interrupts_held
 from tiny_engram.launched import local_rank
 from tiny_engram.library import ConceptLibrary, LibraryError
+from tiny_engram.run_setup import accelerator_for
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.faults import BEGIN, RESUME, THERE, faults_of, labels_of, standing, trigger_faults
 from tiny_engram.training.groups import TOGETHER, group_concepts
 from tiny_engram.training.loop import prepare_trainer, teach, teaching
 from tiny_engram.training.progress import Progress
+from tiny_engram.training.sharded import sharded
 from tiny_engram.training.trainer import ConceptTrainer, TrainResult
-from tiny_engram.wording import counted
+from tiny_engram.wording import brief, counted
 
 __all__ = ["Outcome", "add_to_library", "train_concepts"]
 
@@ -95,12 +95,20 @@ def train_concepts(
             except TinyEngramError as error:
                 faults.append(f"{label}: {error}")
         raise_faults(faults)
-        PartialState().wait_for_everyone()  # all processes have looked at the folders before one of them writes
-        return _Many(pipe, adapter, configs, states, on_step, loaded).teach(concepts_together, progress)
+        if not configs:
+            return []
+        accelerator = accelerator_for(configs[0], Path(configs[0].output_dir))
+        accelerator.wait_for_everyone()  # all processes have looked at the folders before one of them writes
+        run = _Many(pipe, adapter, configs, states, on_step, loaded, shared=accelerator.num_processes > 1)
+        return run.teach(concepts_together, progress)
 
 
 class _Many:
-    """One run over several concepts; concepts are called by their numbers."""
+    """One run over several concepts; concepts are called by their numbers.
+
+    Args:
+        shared: do several processes share it?
+    """
 
     def __init__(
         self,
@@ -110,8 +118,10 @@ class _Many:
         states: Sequence[str],
         on_step: Callable[[str, int, float], None] | None,
         loaded: Mapping[str, str | None] | None,
+        *,
+        shared: bool,
     ) -> None:
-        self.pipe, self.adapter, self.on_step, self.loaded = pipe, adapter, on_step, loaded
+        self.pipe, self.adapter, self.on_step, self.loaded, self.shared = pipe, adapter, on_step, loaded, shared
         self.configs = [
             replace(config, resume_from_checkpoint="latest" if state == RESUME else None)
             for config, state in zip(configs, states, strict=True)
@@ -156,9 +166,12 @@ class _Many:
         try:
             for number in numbers:
                 self._prepare(number, trainers, bar)
-            teach(self.pipe, list(trainers.values()), bar, keep_going=True)
+            if trainers:
+                denoiser = getattr(self.pipe, self.adapter.family.denoiser)
+                with sharded(denoiser, next(iter(trainers.values())).accelerator):
+                    teach(self.pipe, list(trainers.values()), bar, keep_going=True)
         except torch.OutOfMemoryError:
-            if next(iter(trainers.values())).accelerator.num_processes > 1:
+            if self.shared:
                 raise  # the other processes have not run out
         finally:
             for number, trainer in trainers.items():
@@ -199,7 +212,7 @@ class _Many:
             self._fail(number, trainer.error)
 
     def _fail(self, number: int, error: Exception) -> None:
-        self.errors[number] = " ".join(str(error).split())
+        self.errors[number] = brief(" ".join(str(error).split()))
         logger.warning("%s is left out: %s", self.names[number], self.errors[number])
 
     def _go_back(self, numbers: Sequence[int], trainers: Mapping[int, ConceptTrainer]) -> None:
@@ -234,14 +247,15 @@ def add_to_library(path: Path, outcomes: Sequence[Outcome]) -> int:
     Raises:
         LibraryError: as `ConceptLibrary.add_many` does, or a name is that of another trigger.
     """
-    made = [(Concept.load(outcome.path), outcome.name) for outcome in outcomes if outcome.error is None]
+    made = [outcome for outcome in outcomes if outcome.error is None]
     path.parent.mkdir(parents=True, exist_ok=True)
     with ConceptLibrary.open(path) if path.exists() else ConceptLibrary.create(path) as library:
-        old = [(name, library.entry(name).trigger, concept.trigger) for concept, name in made if name in library]
-        for name, before, now in old:
+        there = [outcome for outcome in made if outcome.name in library]
+        for outcome in there:
+            before, now = library.entry(outcome.name).trigger, outcome.config.trigger
             if before != now:
-                raise LibraryError(f"{path}: {name!r} is the concept of {before!r} there, not of {now!r}; choose another library")
-        new = [(concept, name) for concept, name in made if name not in library or library.read(name) != concept.to_bytes()]
-        library.remove(*(name for _, name in new if name in library))
-        library.add_many(new)
+                raise LibraryError(f"{path}: {outcome.name!r} is the concept of {before!r} there, not of {now!r}; choose another library")
+        same = {outcome.name for outcome in there if library.read(outcome.name) == outcome.path.read_bytes()}
+        library.remove(*(outcome.name for outcome in there if outcome.name not in same))
+        library.add_many([(outcome.path, outcome.name) for outcome in made if outcome.name not in same])
     return len(made)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tiny_engram.training.config import TrainConfig
     from tiny_engram.training.run import Run
 
-__all__ = ["METRICS", "MetricsFile", "step_metrics"]
+__all__ = ["METRICS", "MetricsFile", "losses_of", "step_metrics"]
 
 METRICS = "metrics.jsonl"
 
@@ -27,6 +27,14 @@ def step_metrics(run: "Run", config: "TrainConfig", step: int) -> dict[str, floa
     told["grad_norm"] = run.norms[step - 1]
     told["validation_loss"] = dict(run.measured).get(step)
     return {name: value for name, value in told.items() if value is not None and math.isfinite(value)}
+
+
+def losses_of(folder: Path) -> list[float]:
+    """Losses that a run left in its folder, step by step; none where its metrics are not there or cannot be read."""
+    try:
+        return [float(json.loads(line).get("loss", math.nan)) for line in (folder / METRICS).read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
 
 
 class MetricsFile:

@@ -98,17 +98,34 @@ def flow_matching(scheduler: Any) -> bool:
     return type(scheduler).__name__.startswith("FlowMatch") or scheduler.config.get("prediction_type") == "flow_prediction"
 
 
-def timesteps_for(scheduler: Any, shares: Sequence[float], config: TrainConfig) -> torch.Tensor:
+def _shift_at(config: Any, places: int) -> float:
+    """A scheduler's shift for pictures of so many places: FLUX.1 and others draw a straight line through two sizes."""
+    (few, many), (least, most) = (
+        [config.get(f"{end}_{what}", default) for end, default in zip(("base", "max"), defaults, strict=True)]
+        for what, defaults in (("image_seq_len", (256, 4096)), ("shift", (0.5, 1.15)))
+    )
+    mu = least + (most - least) * (places - few) / (many - few)
+    return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
+
+
+def timesteps_for(scheduler: Any, shares: Sequence[float], config: TrainConfig, places: int | None = None) -> torch.Tensor:
     """The timesteps `[B]`, on the CPU, of shares in [0, 1) of the samples: int64, or float32 where the scheduler is of flow matching.
 
+    places: of a picture, as the denoiser counts them, which the shift of some flows depends on.
+
     Raises:
-        TinyEngramError: the shift of a flow depends on the picture's size, and none was given.
+        TinyEngramError: the shift of a flow depends on the picture's size, and neither that nor a shift was given.
     """
     flow, steps, shift = flow_matching(scheduler), scheduler.config.num_train_timesteps, config.timestep_shift
     if shift is None and flow:
         if scheduler.config.get("use_dynamic_shifting"):
-            raise TinyEngramError("timestep_shift is None, and the scheduler's own depends on the picture's size; pass --timestep_shift 3")
-        shift = scheduler.config.get("shift") or scheduler.config.get("flow_shift")
+            if places is None:
+                raise TinyEngramError(
+                    "timestep_shift is None, and the scheduler's own depends on the picture's size; pass --timestep_shift 3"
+                )
+            shift = _shift_at(scheduler.config, places)
+        else:
+            shift = scheduler.config.get("shift") or scheduler.config.get("flow_shift")
     found = [_share(u, config) for u in shares]
     if flow:
         # the scheduler's own grid, which begins above 0: without noise there is nothing to learn

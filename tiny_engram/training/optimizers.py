@@ -1,7 +1,7 @@
 """The optimisers of a concept's run, and what they remember besides tensors. Packages that not everybody has are imported where they
 are used.
 
-May import torch, config and rows.
+May import torch, config and role_rows.
 """
 
 import contextlib
@@ -13,27 +13,29 @@ import torch
 
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.training.config import TrainConfig
-from tiny_engram.training.rows import ConceptRows
+from tiny_engram.training.role_rows import each_role
 
 __all__ = ["make_optimizer", "restore_numbers", "told_numbers"]
 
 _PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt"}
 
 
-def make_optimizer(module: ConceptRows, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimiser that the config names, over rows, gates and maps, in this order, each with its rate and its weight decay.
+def make_optimizer(module: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser that the config names, over rows, gates and maps, in this order, each with its rate and its weight decay; `module` is
+    a ConceptRows or a RoleRows.
 
     Raises:
         TinyEngramError: its package is not installed.
     """
     single = config.optimizer == "prodigy"  # which has one rate, that it finds
+    gate_rate, roles = config.learning_rate if single else config.gate_learning_rate, each_role(module)
     groups: list[dict[str, Any]] = [
-        {"params": [module.rows], "lr": config.learning_rate, "weight_decay": config.row_weight_decay},
-        {"params": [module.gain, module.bias], "lr": config.learning_rate if single else config.gate_learning_rate, "weight_decay": 0.0},
+        {"params": [one.rows for one in roles], "lr": config.learning_rate, "weight_decay": config.row_weight_decay},
+        {"params": [p for one in roles for p in (one.gain, one.bias)], "lr": gate_rate, "weight_decay": 0.0},
     ]
-    if module.maps is not None:
+    if maps := [one.maps for one in roles if one.maps is not None]:
         rate = config.learning_rate if single else config.map_learning_rate
-        groups.append({"params": [module.maps], "lr": rate, "weight_decay": config.adam_weight_decay})
+        groups.append({"params": maps, "lr": rate, "weight_decay": config.adam_weight_decay})
     betas = (config.adam_beta1, config.adam_beta2)
     package = _PACKAGES.get(config.optimizer)
     if package is not None and importlib.util.find_spec(package) is None:

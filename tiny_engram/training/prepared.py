@@ -20,26 +20,30 @@ from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionBatch, CaptionStates, cache_captions, checked_places, encode_picture, find_places
 from tiny_engram.training.collages import draw_collages
+from tiny_engram.training.conditions import ConditionBatch, Conditions, cache_conditions
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, bucket_of, bucket_sizes, fitted_mask, fitted_picture, open_picture, varied
 from tiny_engram.training.latent_files import LatentFiles
 from tiny_engram.training.validation import native_size
 
-__all__ = ["Latents", "TrainingData", "least_step", "prepare"]
+__all__ = ["Latents", "TrainingData", "least_step", "places_of", "prepare"]
 
 logger = logging.getLogger(__name__)
 
+# Height and width as found, top and left edge of the crop, height and width of the crop.
+Frame = tuple[float, float, float, float, float, float]
 _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
     """Of a batch: mean and deviation float32 `[batch, channels, h, w]`, and how much each place counts, float32 `[batch, 1, h, w]` with a
-    mean of 1 in each sample, None where all count alike."""
+    mean of 1 in each sample, None where all count alike; and frames float32 `[batch, 6]`, on the CPU, as `Family.predicts` has them."""
 
     means: torch.Tensor
     stds: torch.Tensor
     weights: torch.Tensor | None
+    frames: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -54,11 +58,12 @@ class TrainingData:
         repeats: how often each taught picture stands in the pool that is drawn from; empty for once each.
         bucketed: a step shows pictures of one size; `draw(..., others=0)` belongs to it, the collages are one more bucket.
         share: of samples that show a collage, where bucketed.
+        frames: of each picture, what the base may be told of its size: see `Family.predicts`; empty where it is told nothing.
     """
 
     means: Sequence[torch.Tensor] | torch.Tensor
     stds: Sequence[torch.Tensor] | torch.Tensor
-    captions: CaptionStates
+    captions: CaptionStates | Conditions
     choices: list[list[int]]
     bare: list[int]
     family: Any
@@ -68,6 +73,7 @@ class TrainingData:
     repeats: Sequence[int] = ()
     bucketed: bool = False
     share: float = 0.0
+    frames: Sequence[Frame] = ()
 
     # of a batch; see `joint.JointData`
     concepts = 1
@@ -100,7 +106,8 @@ class TrainingData:
             weights.append(weight if weight is None or not flipped else weight.flip(-1))
         masked = any(weight is not None for weight in weights)
         whole = [torch.ones_like(mean[:1]) if weight is None else weight for mean, weight in zip(means, weights, strict=True)]
-        return Latents(torch.stack(means), torch.stack(stds), torch.stack(whole) if masked else None)
+        frames = torch.tensor([self.frames[k] if self.frames else (0.0,) * 6 for k in pictures])
+        return Latents(torch.stack(means), torch.stack(stds), torch.stack(whole) if masked else None, frames)
 
     def picks(self, draws: Sequence[objective.Draw], pictures: Sequence[int], dropout: float) -> list[int]:
         """Which of `captions` each sample is shown with; `dropout` is the share of those that are cut down to the trigger."""
@@ -110,7 +117,7 @@ class TrainingData:
             for drawn, picture in zip(draws, pictures, strict=True)
         ]
 
-    def batch(self, draws: Sequence[objective.Draw], dropout: float) -> tuple[Latents, CaptionBatch]:
+    def batch(self, draws: Sequence[objective.Draw], dropout: float) -> tuple[Latents, CaptionBatch | ConditionBatch]:
         """What the samples show, and their captions."""
         pictures = [self.picture(drawn) for drawn in draws]
         return self.latents(draws, pictures), self.captions.batch(self.picks(draws, pictures, dropout))
@@ -123,10 +130,16 @@ def _choose(items: list[int], share: float) -> int:
 def least_step(pipe: Any, family: Any) -> int:
     """The pixels by which a picture's sides must grow for the base: of one latent, times those that its denoiser takes together."""
     config = getattr(pipe, family.denoiser).config
-    patch = getattr(config, "patch_size", None)
+    patch = getattr(config, "patch_size", None) if family.patch is None else family.patch
     # a UNet halves its latents from block to block
     together = patch if isinstance(patch, int) else 2 ** (len(getattr(config, "block_out_channels", (1,))) - 1)
     return pipe.vae_scale_factor * together
+
+
+def places_of(pipe: Any, family: Any, latents: torch.Tensor) -> int:
+    """How many places the denoiser makes of a picture's latents `[batch, channels, h, w]`."""
+    patch = getattr(getattr(pipe, family.denoiser).config, "patch_size", None) if family.patch is None else family.patch
+    return latents.shape[-2] * latents.shape[-1] // (patch if isinstance(patch, int) else 1) ** 2
 
 
 def _sizes(pipe: Any, family: Any, config: TrainConfig, examples: Sequence[Example], resolution: int) -> list[tuple[int, int]]:
@@ -140,6 +153,24 @@ def _sizes(pipe: Any, family: Any, config: TrainConfig, examples: Sequence[Examp
     every = bucket_sizes(resolution, step)
     seen = [open_picture(example.source, str(example.path)).picture.size for example in examples]
     return [bucket_of(size, every, step=step, upscale=not config.bucket_no_upscale) for size in seen]
+
+
+def _frame(example: Example, size: tuple[int, int]) -> Frame:
+    """Of a picture that is scaled until it covers (width, height), and cropped in the middle to it."""
+    found, (width, height) = open_picture(example.source, str(example.path)).picture.size, size
+    scale = max(width / found[0], height / found[1])
+    left, top = (float((round(side * scale) - end) // 2) for side, end in zip(found, size, strict=True))
+    return found[1], found[0], max(top, 0.0), max(left, 0.0), height, width
+
+
+def _check_channels(pipe: Any, family: Any, latents: torch.Tensor) -> None:
+    """Raises TinyEngramError where the denoiser reads more than noisy latents `[channels, h, w]`."""
+    reads, own = getattr(getattr(pipe, family.denoiser).config, "in_channels", None), len(latents)
+    if reads not in (None, own, own * (family.patch or 1) ** 2):
+        raise TinyEngramError(
+            f"the denoiser of {type(pipe).__name__} reads {reads} channels, expected the {own} of its VAE's latents: it wants a picture or "
+            "a mask beside them, as inpainting does; teach on the base that draws from text alone, and load the concept here"
+        )
 
 
 def _weights(example: Example, size: tuple[int, int], latent: torch.Tensor, outside: float) -> torch.Tensor | None:
@@ -176,7 +207,8 @@ def prepare(
     sided = next((text for texts in shown for text in texts if _SIDES.search(text)), None)
     if config.random_flip and sided is not None:
         logger.warning("caption %r tells left from right, which --random_flip mixes up", sided)
-    checked_places(adapter, concept, list(dict.fromkeys(text for texts in shown for text in texts)))  # before anything is drawn
+    for role in concept.roles:  # before anything is drawn
+        checked_places(adapter, concept, list(dict.fromkeys(text for texts in shown for text in texts)), role)
     encode: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(encode_picture, pipe)
     if config.cache_dir is not None:
         encode = LatentFiles(pipe, Path(config.cache_dir)).encode
@@ -186,18 +218,19 @@ def prepare(
         latents.append(encode(picture, size))
         if config.random_flip:
             mirrored.append(encode(ImageOps.mirror(picture), size))
+    if latents:
+        _check_channels(pipe, adapter.family, latents[0][0])
     weights = [_weights(e, size, mean, config.unmasked_weight) for e, size, (mean, _) in zip(examples, sizes, latents, strict=True)]
     if (config.alpha_mask or config.unmasked_weight) and all(weight is None for weight in weights):
         logger.warning("no picture has a mask, so that alpha_mask and unmasked_weight change nothing")
     made = []
     if config.collages:
-        made = draw_collages(
-            pipe, config, examples, resolution, lambda text: len(find_places(adapter, concept, [text])[1][0]) == 1, progress=progress
-        )
+        made = draw_collages(pipe, config, examples, resolution, partial(_fires_once, adapter, concept), progress=progress)
         shown += [(one.caption,) for one in made]
         # not kept: they are drawn by the base, and another run draws others
         latents += [encode_picture(pipe, one.picture, (resolution, resolution)) for one in made]
-    captions = cache_captions(adapter, concept, [caption for texts in shown for caption in texts] + list(spellings))
+    told = [caption for texts in shown for caption in texts] + list(spellings)
+    captions = (cache_captions if adapter.family.plain else cache_conditions)(adapter, concept, told)
     index = {text: i for i, text in enumerate(captions.texts)}
     return TrainingData(
         [mean for mean, _ in latents],
@@ -212,4 +245,10 @@ def prepare(
         [example.repeats for example in examples],
         config.buckets,
         config.collages / objective.EVERY if made else 0.0,
+        [_frame(example, size) for example, size in zip(examples, sizes, strict=True)]
+        + [(resolution, resolution, 0.0, 0.0, resolution, resolution)] * len(made),
     )
+
+
+def _fires_once(adapter: Any, concept: Concept, text: str) -> bool:
+    return all(len(find_places(adapter, concept, [text], role)[1][0]) == 1 for role in concept.roles)

@@ -1,14 +1,45 @@
-"""Texts as a pipeline gives them to a text encoder. May import torch and the adapter's parts."""
+"""Texts as a pipeline gives them to a text encoder, and what it reads of its output. May import torch and the adapter's parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiny_engram.adapter_reports import reading_of
+from tiny_engram.pooled import pooled_vector
+from tiny_engram.second_pass import last_hidden_state, states_read
 
-__all__ = ["Tokens", "read_texts"]
+__all__ = ["ReadEncoder", "Tokens", "encoder_of", "read_texts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEncoder:
+    """A role's encoder, and what the pipeline reads of its output, as the family's `EncoderSpec` says it."""
+
+    module: nn.Module
+    reads: int | tuple[int, ...] | None
+    pooled: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it has to be asked for beside the ids."""
+        return {} if self.reads is None else {"output_hidden_states": True}
+
+    def read(self, output: Any) -> torch.Tensor:
+        """States `[batch, time, width]`, or pooled vectors `[batch, width]`."""
+        if self.pooled:
+            return pooled_vector(output)
+        if self.reads is None:
+            return last_hidden_state(output)
+        return torch.cat(states_read(output, self.reads, earlier=False), -1)
+
+
+def encoder_of(adapter: Any, role: str) -> ReadEncoder:
+    """The encoder of a role."""
+    spec, _, _ = reading_of(adapter.pipe, adapter.family, role)
+    return ReadEncoder(adapter.mounts[role].module, spec.reads, spec.pooled)
 
 
 @dataclass(frozen=True, slots=True)

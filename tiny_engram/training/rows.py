@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.functional import pad
 
 from tiny_engram.concept import Concept
-from tiny_engram.config import BLOCK, INPUT, SPAN
+from tiny_engram.config import BLOCK, INPUT, POOLED, SPAN
 from tiny_engram.context_plan import ContextLayout
+from tiny_engram.fired import Fired, RowsRead
 from tiny_engram.mount_names import band_at, context_name
+from tiny_engram.pooled import apply_pooled
 from tiny_engram.quantization import fake_quantize
 from tiny_engram.residual import Spans, apply_concept, apply_spans, spread
 from tiny_engram.stream_contexts import GivenRows, RowsAtPlace
@@ -120,6 +122,8 @@ class ConceptRows(nn.Module):
             states = captions.read_again(lambda x, spans: self._moved(x, spans, read, INPUT))
         if SPAN in self.mounts:
             states = self._moved(states, captions.spans, read, SPAN)
+        if POOLED in self.mounts:
+            states = self._moved_vectors(states, captions.spans, read)
         states = states.to(dtype)
         factors = self._factors([one.maps for one in every if one.maps is not None], len(states))
         if self._layout.adds_on_the_way:
@@ -140,6 +144,13 @@ class ConceptRows(nn.Module):
         return apply_concept(
             x, spans, read.rows[k][:, : self._columns[k]], read.gain[k], read.bias[k], rho=self.rho[k], basis_seed=self.basis_seed
         )
+
+    def _moved_vectors(self, vectors: torch.Tensor, spans: Spans, read: _Read) -> torch.Tensor:
+        """Pooled vectors `[batch, width]` with what is added to them."""
+        k, at = self.mounts.index(POOLED), spans.flat()[2].to(read.rows.device)
+        scale = torch.full((len(at),), self.rho[k])
+        rows = RowsRead(read.rows[k][at][:, : self._columns[k]], self.basis_seed)
+        return apply_pooled(vectors, [Fired((), spans, rows, read.gain[k][at], read.bias[k][at], scale)])
 
     def _contexts(self, states: torch.Tensor, spans: Spans, read: _Read, timesteps: Sequence[int]) -> dict[str, torch.Tensor]:
         """What each place reads: all in one pass, each span with the rows of its sample's band."""

@@ -17,6 +17,7 @@ from tiny_engram.errors import TinyEngramError
 from tiny_engram.mount_names import GROUPS
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.optimizers import restore_numbers, told_numbers
+from tiny_engram.training.role_rows import RoleRows
 from tiny_engram.training.rows import ConceptRows
 
 __all__ = ["Run", "changed_settings", "refuse_resume", "resume"]
@@ -48,7 +49,7 @@ class Run:
         whole: (tensors, state) as `keep` found them after the last whole step; what a checkpoint holds.
     """
 
-    def __init__(self, module: ConceptRows, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, module: ConceptRows | RoleRows, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         self.module, self.optimizer, self.scaler = module, optimizer, scaler
         self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
         self.step = 0

@@ -20,6 +20,7 @@ from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.costs import peak_device_memory, peak_memory
 from tiny_engram.training.metrics import METRICS, MetricsFile
 from tiny_engram.training.report import REPORT, Report
+from tiny_engram.training.role_rows import each_role
 from tiny_engram.training.run import Run
 
 __all__ = ["BEST", "VALIDATION", "RunFiles"]
@@ -52,7 +53,8 @@ class RunFiles:
         """Before the first step: what a killed run left half written is deleted, and what says how far this one is begins anew."""
         self._mkdir(self.output)
         sweep(self.output, (CONCEPT, CONFIG, METRICS, CARD, REPORT))
-        self._write(self.output / CONFIG, self.told)
+        # the report is written last: while it is there, what config.yaml says is finished
+        self._write(self.output / CONFIG, self.told, gone=self.output / REPORT)
         self.metrics = MetricsFile(self.output, self.run, self.config)
         if self.run.best:
             self.keep_best()
@@ -143,7 +145,7 @@ class RunFiles:
     def _recipe(self, step: int) -> dict[str, Any]:
         config = self.config
         kept = ["max_train_steps", "train_batch_size", "learning_rate", "snr_gamma", "ema_decay", "seed", "collages"]
-        kept += ["map_learning_rate"] if self.run.module.maps is not None else []
+        kept += ["map_learning_rate"] if any(one.maps is not None for one in each_role(self.run.module)) else []
         kept += [name for name, plain in _WHERE_OTHER.items() if getattr(config, name) != plain]
         return {"mounts": list(config.mounts), "step": step, "pictures": self.pictures} | {k: getattr(config, k) for k in kept}
 
@@ -153,9 +155,9 @@ class RunFiles:
         except OSError as error:
             raise self._cannot(folder, error) from error
 
-    def _write(self, path: Path, text: str) -> None:
+    def _write(self, path: Path, text: str, gone: Path | None = None) -> None:
         try:
-            write_atomically(path, text.encode())
+            write_atomically(path, text.encode(), gone=gone)
         except OSError as error:
             raise self._cannot(path, error) from error
 

@@ -10,6 +10,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import write_atomically
 from tiny_engram.training.many import Outcome
+from tiny_engram.training.metrics import losses_of
 from tiny_engram.training.report import REPORT, STYLE, picture_uri
 
 __all__ = ["SUMMARY", "summary_table", "write_summary"]
@@ -29,10 +30,11 @@ def _told(outcome: Outcome) -> tuple[str, str, str, str, str]:
     result = outcome.result
     if outcome.error is not None:
         return outcome.name, "failed", "", "", outcome.error
-    if result is None:
-        return outcome.name, "there", "", "", str(outcome.path)
-    recent = [loss for loss in result.losses[-RECENT:] if math.isfinite(loss)]
+    losses = losses_of(Path(outcome.config.output_dir)) if result is None else result.losses
+    recent = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
     loss = f"{sum(recent) / len(recent):.4f}" if recent else ""
+    if result is None:
+        return outcome.name, str(len(losses)), loss, "there", str(outcome.path)
     return outcome.name, str(result.steps), loss, f"{result.seconds:.0f}", str(result.path)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tiny_engram.checkpoints import PREFIX, find_checkpoint, list_checkpoints
 from tiny_engram.concept import Concept
+from tiny_engram.config import ENCODER_MOUNTS
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
 from tiny_engram.run_setup import accelerator_for, close_trackers, log_sheet, tracked_values
@@ -25,9 +26,11 @@ from tiny_engram.training.data import report, scan_for
 from tiny_engram.training.metrics import step_metrics
 from tiny_engram.training.optimizers import make_optimizer
 from tiny_engram.training.prepared import TrainingData, prepare
+from tiny_engram.training.role_rows import RoleRows, make_rows
 from tiny_engram.training.rows import ConceptRows
 from tiny_engram.training.run import Run, resume
 from tiny_engram.training.run_files import VALIDATION, RunFiles
+from tiny_engram.training.sharded import is_sharded
 from tiny_engram.training.validation import Validator, native_size, thumbnail_of
 from tiny_engram.training.validation_loss import ValidationLoss
 
@@ -62,10 +65,13 @@ def untrained(adapter: Any, config: TrainConfig) -> Concept:
     return start
 
 
-def masters_of(adapter: Any, start: Concept, role: str, config: TrainConfig) -> ConceptRows:
+def masters_of(adapter: Any, start: Concept, config: TrainConfig) -> ConceptRows | RoleRows:
     """The masters at their first step."""
-    starts = None if config.class_word is None else start_at_word(adapter, start, role, config.class_word)
-    return ConceptRows(start, role, adapter.contexts[role].layout, starts=starts)
+    word, starts = config.class_word, {}
+    for role, held in start.roles.items():
+        if word is not None and not held.mounts.keys().isdisjoint(ENCODER_MOUNTS):
+            starts[role] = start_at_word(adapter, start, role, word)
+    return make_rows(start, {role: adapter.contexts[role].layout for role in start.roles}, starts)
 
 
 def check_place(config: TrainConfig) -> None:
@@ -102,8 +108,8 @@ class ConceptTrainer:
         on_step: Callable[[int, float], None] | None = None,
     ) -> None:
         self.pipe, self.adapter, self.config, self.on_step = pipe, adapter, config, on_step
-        (self.role,) = adapter.mounts
         self.start = start = untrained(adapter, config)
+        self.role = next(iter(start.roles))
         for warning in dict.fromkeys(w for made in adapter.compile(config.trigger, config.aliases).values() for w in made.warnings):
             logger.warning("trigger %r: %s", start.trigger, warning)
         self.scan = scan = scan_for(config, examples, spellings=(start.trigger, *start.aliases))
@@ -126,7 +132,7 @@ class ConceptTrainer:
                     others[-1][1].name,
                 )
         self.accelerator = accelerator_for(config, output, gradient_accumulation_steps=config.gradient_accumulation_steps)
-        self.module = masters_of(adapter, start, self.role, config).to(self.accelerator.device)
+        self.module = masters_of(adapter, start, config).to(self.accelerator.device)
         optimizer = make_optimizer(self.module, config)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
@@ -191,7 +197,8 @@ class ConceptTrainer:
         rate = self.config.rate(self.run.step)
         for group, base in zip(self.run.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = base * rate
-        self.optimizer.step()
+        # Accelerate's own steps the scaler too, and looks for packages at every step
+        (self.run.optimizer if self.accelerator.scaler is None else self.optimizer).step()
         self.run.follow(self.config.ema_decay)
 
     def done(self, loss: float, norm: float) -> None:
@@ -216,9 +223,12 @@ class ConceptTrainer:
             accelerator.log(step_metrics(run, config, run.step), step=run.step)
         if config.checkpointing_steps and run.step % config.checkpointing_steps == 0 and run.step < config.max_train_steps:
             on_main(accelerator, files.checkpoint)
-        if config.validation_steps and run.step % config.validation_steps == 0 and accelerator.is_main_process:
-            sheet = self.validator.draw(files.concept(), run.step)
-            if sheet is not None:
+        main = accelerator.is_main_process
+        # a denoiser in parts needs all processes to draw
+        drawing = main or is_sharded(getattr(self.pipe, self.adapter.family.denoiser))
+        if config.validation_steps and run.step % config.validation_steps == 0 and drawing:
+            sheet = self.validator.draw(files.concept(), run.step, keep=main)
+            if sheet is not None and main:
                 log_sheet(accelerator, sheet, run.step)
         if self.on_step is not None:
             self.on_step(run.step, run.losses[-1])

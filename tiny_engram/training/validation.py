@@ -20,9 +20,10 @@ __all__ = ["Validator", "draw_pictures", "native_size", "save_picture", "thumbna
 
 
 def native_size(pipe: Any) -> int | None:
-    """Side in pixels of the pictures that a base was made for; None if its denoiser does not say."""
+    """Side in pixels of the pictures that a base was made for; None if neither its denoiser nor its pipeline says."""
     family = find_family(pipe)
     side = None if family is None else getattr(getattr(pipe, family.denoiser).config, "sample_size", None)
+    side = getattr(pipe, "default_sample_size", None) if side is None else side  # what pipelines of FLUX.1 and others draw at
     return side * pipe.vae_scale_factor if isinstance(side, int) else None
 
 
@@ -79,8 +80,8 @@ class Validator:
     def __init__(self, adapter: Any, config: TrainConfig, folder: Path) -> None:
         self.adapter, self.config, self.folder = adapter, config, folder
 
-    def draw(self, concept: Concept, step: int) -> np.ndarray | None:
-        """Writes step-N.png, a column a prompt and a row a seed, and returns it (uint8 `[h, w, 3]`); None without prompts."""
+    def draw(self, concept: Concept, step: int, *, keep: bool = True) -> np.ndarray | None:
+        """Writes step-N.png if it is kept, a column a prompt and a row a seed, and returns it (uint8 `[h, w, 3]`); None without prompts."""
         config = self.config
         prompts = [p.replace("{trigger}", concept.trigger) for p in config.validation_prompts]
         if not prompts:
@@ -100,5 +101,6 @@ class Validator:
         finally:
             self.adapter.unload_concept(name)
         sheet = np.concatenate([np.concatenate(list(row), 1) for row in rows], 0)
-        save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png")
+        if keep:
+            save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png")
         return sheet

@@ -90,7 +90,7 @@ def z_image() -> ZImagePipeline:
     }
     pipe = ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=picture_vae(4),
+        vae=picture_vae(4, shift_factor=0.1),
         text_encoder=telling(Qwen3Model(Qwen3Config(vocab_size=151936, **decoder_sizes(48, 4)))),
         tokenizer=qwen_3(),
         transformer=ZImageTransformer2DModel(**transformer),
@@ -158,7 +158,7 @@ def lumina_2() -> Lumina2Pipeline:
         Lumina2Pipeline(
             transformer=Lumina2Transformer2DModel(**transformer),
             scheduler=FlowMatchEulerDiscreteScheduler(),
-            vae=picture_vae(4),
+            vae=picture_vae(4, shift_factor=0.1),
             text_encoder=gemma_2(len(tokenizer), 48),
             tokenizer=tokenizer,
         )

@@ -101,7 +101,7 @@ def held(pipe, config):
         spellings = ("zqx",)
         found = scan_folder(options.train_data_dir, spellings, alpha_mask=options.alpha_mask)
         data = prepare(pipe, adapter, start, options, found.examples)
-        module = trainer.masters_of(adapter, start, "clip_l", options)
+        module = trainer.masters_of(adapter, start, options)
 
         def cost(error: torch.Tensor, picture: int, **drawn) -> float:
             draw = dataclasses.replace(objective.draw(0, 0, 0, 1), picture=(picture + 0.5) / 2, **drawn)

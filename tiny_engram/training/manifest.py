@@ -20,7 +20,7 @@ LOADING = ("model", "dtype", "device")
 # Of each concept; a value for all would make no sense.
 OWN = ("trigger", "train_data_dir", "aliases", "name")
 # Of the whole run, so that no entry has its own.
-WHOLE = ("mixed_precision",)
+WHOLE = ("mixed_precision", "gradient_checkpointing")
 PATHS = ("train_data_dir", "output_dir", "validation_data_dir", "cache_dir")
 
 
