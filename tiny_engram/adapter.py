@@ -83,6 +83,8 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
             f"or use tiny_engram.EngramPipeline.from_pretrained, which takes a folder or Hub id"
         )
     family = family or families.family_of(pipe)
+    if family is None and not hasattr(pipe, "components"):
+        raise TinyEngramError(f"attach was given an object of {type(pipe).__name__}, expected a loaded diffusers pipeline, whole")
     if family is None:
         raise TinyEngramError(
             f"{type(pipe).__name__} is no pipeline that concepts can be attached to; describe it (docs/pipelines.md), or use one of: "
