@@ -44,7 +44,8 @@ class TrainConfig(RunConfig):
             bitsandbytes); "prodigy", which finds its rate itself (needs prodigyopt): `learning_rate` is then a factor of that, 1 as a rule,
             and the one of gates and maps too.
         adam_beta1, adam_beta2, adam_epsilon: of all of them. adam_weight_decay: of the maps, row_weight_decay: of the rows.
-        lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial".
+        lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial", `lr_min_ratio` is the
+            least share of the rates that the two "with_min_lr" come down to.
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "context" (what every cross-attention of the denoiser reads), "key" or "value" (one side of
             that), or single mounts such as "context.0.key". Rows at "deep" and "pooled" can be served, and not taught.
@@ -112,6 +113,7 @@ class TrainConfig(RunConfig):
     lr_warmup_steps: int = 0
     lr_num_cycles: int = 1
     lr_power: float = 1.0
+    lr_min_ratio: float = 0.1
     max_grad_norm: float = 1.0
     mounts: tuple[str, ...] = ("input", "value")
     share: str = "block"

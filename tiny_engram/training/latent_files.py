@@ -64,7 +64,7 @@ class LatentFiles:
     def encode(self, picture: Image.Image, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What `cache.encode_picture` gives, bit for bit, from the file if there is one."""
         path = self.path_of(picture, size)
-        kept = self._read(path) if path.exists() else None
+        kept = self._read(path)
         if kept is not None:
             return kept
         mean, std = encode_picture(self._pipe, picture, size)
@@ -82,6 +82,8 @@ class LatentFiles:
                 raise ValueError(f"mean {list(mean.shape)} {mean.dtype}, deviation {list(std.shape)} {std.dtype}")
             if not (mean.isfinite().all() and std.isfinite().all()):
                 raise ValueError("numbers that are not finite")
+        except FileNotFoundError:
+            return None
         except Exception as error:  # safetensors' own, KeyError, OSError: whatever it is, the picture is there to make it from
             logger.warning("%s: latents that cannot be read (%s); they are made again", path, " ".join(str(error).split()))
             return None

@@ -1,7 +1,10 @@
 """Latents on disk: found only by what they were made of, made again where they are damaged."""
 
+import errno
 import logging
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +96,36 @@ def test_a_folder_that_cannot_be_is_one_clear_line(pipe, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TinyEngramError, match="cache_dir .*file/kept: cannot be made .*; choose another folder"):
         LatentFiles(pipe, tmp_path / "file" / "kept")
+
+
+@pytest.mark.parametrize("kind", [errno.EACCES, errno.EIO])
+def test_a_folder_that_may_not_be_searched_is_one_clear_line(pipe, tmp_path, picture, monkeypatch, caplog, kind):
+    """Whoever runs tests as root may read everywhere, so the system's answer to all that is asked of the file is given by hand."""
+
+    def deny(*args, **options):
+        raise OSError(kind, os.strerror(kind))
+
+    files = LatentFiles(pipe, tmp_path)
+    for name in ("stat", "open", "read_bytes"):
+        monkeypatch.setattr(Path, name, deny)
+    monkeypatch.setattr(tempfile, "mkstemp", deny)
+    with pytest.raises(
+        TinyEngramError, match=r"latents-\w+\.safetensors: cannot be written .*; free space, or leave --cache_dir out"
+    ) as caught:
+        files.encode(picture(), (64, 64))
+    assert "\n" not in str(caught.value) and caplog.text.count("they are made again") == 1
+
+
+def test_a_cache_that_may_only_be_read_serves_as_long_as_nothing_is_missing(pipe, tmp_path, picture, encoded, monkeypatch):
+    def deny(*args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    expected = LatentFiles(pipe, tmp_path).encode(picture(), (64, 64))
+    monkeypatch.setattr(tempfile, "mkstemp", deny)
+    files = LatentFiles(pipe, tmp_path)
+    assert all(map(torch.equal, files.encode(picture(), (64, 64)), expected)) and len(encoded) == 1
+    with pytest.raises(TinyEngramError, match="Read-only file system"):
+        files.encode(picture(), (32, 32))
 
 
 def test_a_run_reads_them_and_is_the_same(tiny, pipe, config, folder, tmp_path, encoded):
