@@ -31,7 +31,8 @@ class TrainConfig(RunConfig):
         train_data_dir: folder of pictures; captions from metadata.jsonl or metadata.csv, .txt or .caption files beside them, or
             `caption_template`. Or a saved dataset of Hugging Face. Where pictures are given from Python, it is only a name for them.
         trigger, aliases, name: the phrase that calls the concept, further spellings, the name it goes by (default: the trigger).
-        output_dir: gets concept.safetensors, report.html, README.md, metrics.jsonl, config.yaml, best/, logs/, validation/, checkpoint-N/.
+        output_dir: gets concept.safetensors, report.html, README.md, images/, metrics.jsonl, config.yaml, best/, logs/,
+            validation/, checkpoint-N/.
         caption_template: one or more templates with `{trigger}`; used for pictures that have no caption.
         caption_dropout: share of samples whose caption is cut down to the trigger alone. It teaches the bare prompt, and the
             pictures' style and background with it: what the caption does not say, the rows must.
@@ -280,3 +281,7 @@ class TrainConfig(RunConfig):
     def concept_path(self) -> Path:
         """Where the finished concept is written."""
         return Path(self.output_dir) / "concept.safetensors"
+
+    def prompts_with(self, trigger: str) -> list[str]:
+        """The validation prompts."""
+        return [prompt.replace("{trigger}", trigger) for prompt in self.validation_prompts]
