@@ -23,14 +23,17 @@ __all__ = ["LatentFiles", "fingerprint"]
 logger = logging.getLogger(__name__)
 
 # Of what is stored and how it is made; a change of either changes it.
-FORMAT = 1
+FORMAT = 2
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A digest of a module's weights, types and config, and of where and by which version of torch it runs."""
+    """A digest of a module's weights, types and config, of its tiles, and of where and by which version of torch it runs."""
     digest = hashlib.blake2b(digest_size=16)
     config = getattr(module, "config", {})
     digest.update(json.dumps({k: v for k, v in dict(config).items() if not k.startswith("_")}, sort_keys=True, default=str).encode())
+    # large pictures are encoded tile by tile, with other bits, where that was switched on; no config says so
+    tiles = {k: v for k, v in vars(module).items() if k.startswith(("use_tiling", "tile_"))}
+    digest.update(json.dumps(tiles, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         # as bytes: numpy knows no bfloat16

@@ -63,6 +63,19 @@ def test_the_scaling_of_latents_is_part_of_a_base(tiny):
     assert fingerprint(one) != fingerprint(two)
 
 
+def test_a_picture_in_tiles_is_another_file(tiny, tmp_path, picture):
+    """Switched on from outside, where no config says so; its latents have other bits."""
+    pipe = tiny.build()
+    files = LatentFiles(pipe, tmp_path)
+    whole, plain = files.encode(picture(), (64, 64)), fingerprint(pipe.vae)
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 32, 32 // pipe.vae_scale_factor
+    tiled = LatentFiles(pipe, tmp_path).encode(picture(), (64, 64))
+    assert all(map(torch.equal, tiled, encode_picture(pipe, picture(), (64, 64)))) and not torch.equal(tiled[0], whole[0])
+    pipe.vae.tile_sample_min_size = 48
+    assert len({plain, files._base, fingerprint(pipe.vae)}) == 2 and len(os.listdir(tmp_path)) == 2
+
+
 @pytest.mark.parametrize(
     "damage", ["truncated", "other bytes", "empty", "another tensor", "not finite", "another shape", "a folder", "unreadable"]
 )
