@@ -164,3 +164,20 @@ def test_a_schedule_that_follows_the_loss_is_refused_with_the_nearest_one(recipe
     with pytest.raises(ConfigError, match="function of the step alone.*The nearest is warmup_stable_decay") as caught:
         recipe(lr_scheduler="reduce_lr_on_plateau")
     assert "\n" not in str(caught.value) and "reduce_lr_on_plateau" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("No API key configured.\nUse `wandb login`"), OSError(28, "No space left on device")])
+def test_a_tracker_that_does_not_start_is_one_line(pipe, config, tmp_path, monkeypatch, error):
+    """As wandb without a key, or a disk that is full; the run can be had without it."""
+    from accelerate.tracking import TensorBoardTracker
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(TensorBoardTracker, "start", fail)
+    monkeypatch.setattr(TensorBoardTracker, "__init__", fail)
+    with pytest.raises(TinyEngramError, match=r"report_to 'tensorboard': a tracker cannot start \(.*\); pass --report_to none") as caught:
+        teach(pipe, config(report_to="tensorboard"))
+    assert "\n" not in str(caught.value) and str(error).split()[-1] in str(caught.value)
+    monkeypatch.undo()
+    assert teach(pipe, config(max_train_steps=1)).steps == 1
