@@ -54,13 +54,29 @@ class RunFiles:
         """Before the first step: what a killed run left half written is deleted, and what says how far this one is begins anew."""
         self._mkdir(self.output)
         sweep(self.output, (CONCEPT, CONFIG, METRICS, CARD, REPORT))
-        (self.output / REPORT).unlink(missing_ok=True)  # written last: while it is there, what config.yaml says is finished
-        self._write(self.output / CONFIG, self.told)
+        self._write_config()
         self.metrics = MetricsFile(self.output, self.run, self.config)
         if self.run.best:
             self.keep_best()
         else:
             (self.output / BEST / CONCEPT).unlink(missing_ok=True)  # of another run
+
+    def _write_config(self) -> None:
+        """The report is written last: while it is there, what config.yaml says is finished. So it goes first, and comes back if the new
+        config cannot be written; a kill in between leaves a hidden file that the next run sweeps."""
+        report, aside = self.output / REPORT, self.output / f".{REPORT}.earlier.tmp"
+        if report.is_file():
+            try:
+                report.replace(aside)
+            except OSError as error:
+                raise self._cannot(report, error) from error
+        try:
+            self._write(self.output / CONFIG, self.told)
+        except TinyEngramError:
+            if aside.is_file():
+                aside.replace(report)
+            raise
+        aside.unlink(missing_ok=True)
 
     def step_done(self) -> None:
         if self.metrics is not None:
