@@ -237,11 +237,6 @@ def test_the_same_verbs_as_functions(tiny, adapter, pipe):
     assert tiny_engram.get_list_concepts(pipe) == []
 
 
-def test_other_things_are_no_pipelines():
-    with pytest.raises(TinyEngramError, match="Linear is no pipeline .*one of: .*StableDiffusionImg2ImgPipeline"):
-        tiny_engram.attach(torch.nn.Linear(2, 2))
-
-
 def test_a_pipeline_without_encoder(own_pipe):
     own_pipe.text_encoder = None
     with pytest.raises(TinyEngramError, match="has no text encoder \\(text_encoder\\)"):
@@ -364,3 +359,15 @@ def test_an_alias_added_later_starts_as_a_copy(tiny, adapter, pipe, tmp_path):
 def test_attach_to_a_path_says_how_to_load_it(base):
     with pytest.raises(TinyEngramError, match="given 'assets/bases/emoji-sd', expected a loaded pipeline.*EngramPipeline.from_pretrained"):
         tiny_engram.attach(base)
+
+
+def test_attach_to_what_is_no_pipeline(pipe):
+    for other, name in ((torch.nn.Linear(2, 2), "Linear"), (None, "NoneType"), (5, "int"), (pipe.unet, "UNet2DConditionModel")):
+        with pytest.raises(TinyEngramError, match=f"an object of {name}, expected a loaded diffusers pipeline, whole$"):
+            tiny_engram.attach(other)
+
+
+def test_a_file_of_another_kind_is_told(adapter, tmp_path):
+    (tmp_path / "notes.md").write_text("# notes on a concept")
+    with pytest.raises(TinyEngramError, match=r"notes.md: not a sound safetensors file .*; a concept is a file that ends in .safetensors$"):
+        adapter.load_concept(tmp_path / "notes.md")

@@ -86,6 +86,8 @@ def attach(pipe: Any, family: Any = None) -> EngramAdapter:
     if family is not None:
         families.check_family(family)
     family = family or families.family_of(pipe)
+    if family is None and not hasattr(pipe, "components"):
+        raise TinyEngramError(f"attach was given an object of {type(pipe).__name__}, expected a loaded diffusers pipeline, whole")
     if family is None:
         raise TinyEngramError(
             f"{type(pipe).__name__} is no pipeline that concepts can be attached to; describe it (docs/pipelines.md), or use one of: "

@@ -20,6 +20,8 @@ from tiny_engram.triggers import CompiledTrigger
 
 __all__ = ["explain_prompts", "reading_of", "registration_report", "texts_of"]
 
+QUIET = "in an open library, and not among the active concepts (set_concepts)"
+
 
 def texts_of(prompt: Any, what: str = "prompt") -> list[str]:
     """One text or several. Raises TinyEngramError for anything else."""
@@ -45,6 +47,7 @@ def registration_report(
     *,
     name: str | None,
     absent: tuple[str, ...],
+    in_libraries: Sequence[tuple[str, str]] = (),
 ) -> RegistrationReport:
     """What a trigger, compiled for every role, would mean; roles for which the config asks nothing are left out."""
     chosen, maps = asked_of(config, mounts, family.refuses)
@@ -59,7 +62,8 @@ def registration_report(
         warned |= dict.fromkeys((*mode_warnings(role, chosen[role]), *cleaning_warnings(*about, given)))
     first = next(iter(compiled.values()))
     taken = {owner for role, m in mounts.items() for owner in m.store.index.conflicts(compiled[role])}
-    return RegistrationReport(first.text, first.aliases, name or first.text, roles, absent, tuple(sorted(taken)), tuple(warned))
+    told = absent, tuple(sorted(taken)), tuple(warned), tuple(in_libraries)
+    return RegistrationReport(first.text, first.aliases, name or first.text, roles, *told)
 
 
 def explain_prompts(
@@ -76,12 +80,13 @@ def explain_prompts(
     def converted(text: str, mount: EncoderMounts) -> str:
         return pipe.maybe_convert_prompt(text, mount.tokenizer) if hasattr(pipe, "maybe_convert_prompt") else text
 
+    called: dict[str, dict[str, CompiledTrigger]] = {role: {} for role in mounts}
     for role, mount in mounts.items():
         if (seek := mount.seek) is None:
             continue
         given = reading_of(pipe, family, role)[1]
         for text, _ in pairs:
-            seek(torch.tensor([mount.tokenizer(given(converted(text, mount)), verbose=False).input_ids]))
+            called[role] |= seek(torch.tensor([mount.tokenizer(given(converted(text, mount)), verbose=False).input_ids]))
     active = loaded.active()
 
     def explained(text: str, negative: bool, role: str, mount: EncoderMounts) -> PromptExplanation:
@@ -99,7 +104,9 @@ def explain_prompts(
             mounts={name: mount.store.mounts_of(name) for name in here},
             maps={name: mount.store.maps_of(name) for name in here},
             schedules={name: str(schedule) for name in here if (schedule := loaded[name].schedule) is not None},
-            silent={name: (loaded[name].compiled[role], loaded.why_off(name)) for name in here if name not in active},
+            # one in a library may have the name of another that is loaded
+            silent={(name if name not in here else f"{name}, in a library"): (trigger, QUIET) for name, trigger in called[role].items()}
+            | {name: (loaded[name].compiled[role], loaded.why_off(name)) for name in here if name not in active},
             written=None if read == plain else text,
             most_tokens=most,
         )

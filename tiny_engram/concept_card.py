@@ -30,11 +30,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One picture of the gallery: "images/name.png", and its prompt. `taught` says that it is one that was taught from, none drawn."""
+    """One picture of the gallery: "images/name.png", and its prompt. `taught` says that it is one that was taught from, none drawn; `step`
+    is that of the run which drew it, of a picture that was drawn in one."""
 
     url: str
     text: str
     taught: bool = False
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class ConceptCard:
         parts = [head, f"# {title}", "", *self._pictures(), *self._words(), *self._use(sources), *self._recipes(), *self._terms()]
         data = {
             "concepts": [asdict(each) for each in self.entries],
-            "gallery": [asdict(each) for each in self.gallery],
+            # so that earlier versions, which know no step, read cards without one
+            "gallery": [{key: value for key, value in asdict(each).items() if value is not None} for each in self.gallery],
             "base_model": self.base_model,
             "license": self.license,
         }
@@ -107,7 +110,9 @@ class ConceptCard:
             return []
         taught = [each for each in self.gallery if each.taught]
         if not taught:
-            return ["<Gallery />", ""]
+            steps = sorted({each.step for each in self.gallery if each.step is not None})
+            drawn = f"Drawn while it was taught, at step {', '.join(map(str, steps))}, from fixed seeds." if steps else ""
+            return ["<Gallery />", "", *([drawn, ""] if drawn else [])]
         which = "Small pictures are" if len(taught) > 1 else "The small picture is"
         others = "; the base drew the others." if len(taught) < len(self.gallery) else ", not drawn."
         return ["<Gallery />", "", f"{which} from the pictures that were taught{others}", ""]

@@ -131,8 +131,11 @@ def _of_another_kind(path: str | Path, what: str, why: str) -> str:
 def _check_header(path: str | Path, blob: bytes, what: str) -> dict[str, str]:
     """The metadata, after length, JSON, types, shapes and offsets of the header were found sound."""
 
-    def refuse(what: str) -> ConceptFileError:
-        return ConceptFileError(f"{path}: not a sound safetensors file ({what}); copy or download it again")
+    other = Path(path).suffix not in ("", ".safetensors")
+
+    def refuse(why: str) -> ConceptFileError:
+        way = f"a {what} is a file that ends in .safetensors" if other else "copy or download it again"
+        return ConceptFileError(f"{path}: not a sound safetensors file ({why}); {way}")
 
     if len(blob) < 10:
         raise refuse(f"{len(blob)} bytes")

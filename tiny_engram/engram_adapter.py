@@ -231,15 +231,16 @@ class EngramAdapter(Scheduling, Libraries):
                 self.mounts[role].store.set_strength(name, self._loaded.strength_now(name))
         self._changed()
 
-    def set_concepts(self, names: str | Sequence[str], strengths: float | Sequence[float] | None = None) -> None:
+    def set_concepts(self, names: str | Sequence[str] | None, strengths: float | Sequence[float] | None = None) -> None:
         """Make exactly these concepts active; strengths None keeps each one's own. Unknown names raise and list the known ones.
 
-        Those of open libraries may be among them; no others of a library fire until it is opened again.
+        Those of open libraries may be among them; no others of a library fire then, and a prompt that calls one is warned about. None
+        takes the choice back: all that are loaded are active, and every trigger of an open library fires.
         """
-        names = [names] if isinstance(names, str) else list(names)
-        self._libraries.bring(name for name in dict.fromkeys(names) if name not in set(self._loaded))
-        self._loaded.choose(names, strengths)
-        self._libraries.quiet = True
+        chosen = list(self._loaded) if names is None else [names] if isinstance(names, str) else list(names)
+        self._libraries.bring(name for name in dict.fromkeys(chosen) if name not in set(self._loaded))
+        self._loaded.choose(chosen, strengths)
+        self._libraries.quiet = names is not None
         self._refresh(*self._loaded)
 
     def set_strength(self, name: str, value: float) -> None:
@@ -308,8 +309,8 @@ class EngramAdapter(Scheduling, Libraries):
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None
     ) -> RegistrationReport:
         """What this trigger would mean on this pipeline: tokens, rows, collisions, near misses, warnings. Changes nothing."""
-        about = self.pipe, self.family, self.mounts, self.compile(trigger, aliases), config or ConceptConfig()
-        return registration_report(*about, name=name, absent=self.absent)
+        about = self.pipe, self.family, self.mounts, (made := self.compile(trigger, aliases)), config or ConceptConfig()
+        return registration_report(*about, name=name, absent=self.absent, in_libraries=self._libraries.owners(made))
 
     def new_concept(
         self, trigger: str, aliases: Sequence[str] = (), name: str | None = None, config: ConceptConfig | None = None

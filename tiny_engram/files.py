@@ -54,7 +54,7 @@ def sync_folder(folder: Path) -> None:
 def check_writable(folder: Path) -> None:
     """Can files be made in this folder, once it is there? Makes nothing. Raises TinyEngramError."""
     place = folder.absolute()
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:  # Path.exists raises where a folder on the way may not be searched
         place = place.parent
     try:
         handle, probe = tempfile.mkstemp(prefix=".writable.", dir=place)

@@ -5,7 +5,7 @@ input_mount, pooled, second_pass, store, templates and what is below.
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from tiny_engram.second_pass import (
 )
 from tiny_engram.store import ConceptStore
 from tiny_engram.templates import PromptTemplates
+from tiny_engram.triggers import CompiledTrigger
 
 __all__ = ["EncoderMounts"]
 
@@ -73,7 +74,8 @@ class EncoderMounts(HookSet):
         proof: states that fired, while it is still to be seen that the denoiser gets them; None once it was, or the probe saw it.
         on_fire: told (role, plan) of each call in which a trigger fires. on_ids: told the ids of each call.
         notes_all: a concept that a later prompt calls may be active at the denoiser, which then reads this prompt's rows too.
-        seek: told the ids of each call, templates masked, before they are matched: loads what they call and is not loaded yet.
+        seek: told the ids of each call, templates masked, before they are matched: loads what they call and is not loaded yet; returns
+            what they call and stays silent.
         check_denoiser: called before a prompt is encoded while a concept is active at the denoiser.
     """
 
@@ -102,7 +104,7 @@ class EncoderMounts(HookSet):
         self.on_fire: Callable[[str, Plan], None] | None = None
         self.on_ids: Callable[[torch.Tensor], None] | None = None
         self.notes_all = False
-        self.seek: Callable[[torch.Tensor], None] | None = None
+        self.seek: Callable[[torch.Tensor], Mapping[str, CompiledTrigger]] | None = None
         self.check_denoiser: Callable[[], None] | None = None
         self.calls = self.prompts = 0
         self._seconds = 0.0

@@ -13,13 +13,15 @@ import torch
 
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
-from tiny_engram.library import ConceptLibrary, LibraryEntry
+from tiny_engram.library import ConceptLibrary, LibraryEntry, LibraryError
 from tiny_engram.library.entry import Kind
 from tiny_engram.loaded import LoadedConcepts
+from tiny_engram.matching import TriggerIndex
 from tiny_engram.mounts import EncoderMounts
 from tiny_engram.schedule_run import ScheduleRun
 from tiny_engram.sources import Source
 from tiny_engram.store import checked_strength
+from tiny_engram.triggers import CompiledTrigger
 from tiny_engram.watch import DenoiserWatch
 from tiny_engram.wording import shown
 
@@ -31,20 +33,26 @@ MOST_SHOWN = 4
 
 @dataclass(slots=True)
 class _Open:
-    """A library, the concepts of it that may fire (None: all that fit), their strength, and those that were read: name here -> concept."""
+    """A library, the concepts of it that may fire (None: all that fit), their strength, and those that were read: name here -> concept.
+
+    `silenced`: (role, name) of those that were called while the libraries were quiet -> trigger, None where the concept cannot be read;
+    `told`: those of which it was said.
+    """
 
     library: ConceptLibrary
     names: frozenset[str] | None
     strength: float
     fits: Mapping[Kind, bool]
     read: dict[str, Concept] = field(default_factory=dict)
+    silenced: dict[tuple[str, str], CompiledTrigger | None] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
 
 class OpenLibraries:
     """The open libraries of an adapter, by path.
 
     Attributes:
-        quiet: nothing is looked for: the user has said which concepts are active.
+        quiet: nothing is loaded: the user has said which concepts are active. What a prompt calls all the same is said.
     """
 
     def __init__(self, mounts: Mapping[str, EncoderMounts], optional: Collection[str], load: Callable[[Concept, str, float], str]) -> None:
@@ -104,19 +112,61 @@ class OpenLibraries:
             for at, entry in found:
                 self._read(at, entry)
 
-    def seek(self, role: str, ids: torch.Tensor) -> None:
+    def owners(self, compiled: Mapping[str, CompiledTrigger]) -> list[tuple[str, str]]:
+        """Concepts that may fire and have one of a trigger's token sequences: (name, path of the library)."""
+        found: dict[tuple[str, str], None] = {}
+        for path, at in self._open.items():
+            for role, trigger in compiled.items():
+                print_ = self._mounts[role].store.compressed.fingerprint
+                for ids in (variant.ids for variant in trigger.variants):
+                    spoken = at.library.spoken(role, print_, np.array([ids], dtype=np.int64))
+                    found |= {(entry.name, path): None for entry, sequence in spoken if sequence == ids and self._may(at, entry)}
+        return [*found]
+
+    def seek(self, role: str, ids: torch.Tensor) -> Mapping[str, CompiledTrigger]:
         """Load what stands in ids that an encoder is about to be given, int64 `[batch, time]`, and is not loaded.
 
         Edges of words are looked at when it is matched like every loaded concept. A trigger that a loaded concept has is that one's.
+
+        Returns the triggers of concepts that stay silent because the libraries are quiet, by name; the first time each is called, a warning
+        says so.
         """
-        if self.quiet:
-            return
         store, array = self._mounts[role].store, ids.detach().cpu().numpy().astype(np.int64, copy=False)
+        silent: dict[str, CompiledTrigger] = {}
         with self._lock:
             for at in self._open.values():
                 for entry, sequence in at.library.spoken(role, store.compressed.fingerprint, array):
-                    if self._may(at, entry) and store.index.owner(sequence) is None:
+                    if not self._may(at, entry) or store.index.owner(sequence) is not None:
+                        continue
+                    if not self.quiet:
                         self._read(at, entry)
+                    elif (trigger := self._silenced(at, entry, role)) is not None:
+                        silent[entry.name] = trigger
+                        self._tell(at, entry, role, trigger, array)
+        return silent
+
+    @staticmethod
+    def _silenced(at: _Open, entry: LibraryEntry, role: str) -> CompiledTrigger | None:
+        key = role, entry.name
+        if key not in at.silenced:
+            try:
+                concept = at.library.get(entry.name)
+            except LibraryError:
+                at.silenced[key] = None  # a damaged one is an error when it is to fire, not before
+            else:
+                place = concept.roles[role]
+                at.silenced[key] = CompiledTrigger(concept.trigger, concept.aliases, place.variants, place.groups)
+        return at.silenced[key]
+
+    def _tell(self, at: _Open, entry: LibraryEntry, role: str, trigger: CompiledTrigger, ids: np.ndarray) -> None:
+        if entry.name in at.told:
+            return
+        index = TriggerIndex(self._mounts[role].store.index.edges)
+        index.add(entry.name, trigger)
+        if len(index.match(ids)):
+            at.told.add(entry.name)
+            said = "concept %r of the open library %s was called and stays silent: set_concepts said which are active; name it there, or "
+            logger.warning(said + "call set_concepts(None) to have all fire again", entry.name, at.library.path)
 
     def _may(self, at: _Open, entry: LibraryEntry) -> bool:
         return at.fits.get(entry.kind, False) and (at.names is None or entry.name in at.names)

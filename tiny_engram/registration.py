@@ -56,7 +56,8 @@ class RoleReport:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationReport:
-    """Per encoder role, what registering a trigger would mean; `taken_by` lists loaded concepts with the same sequences."""
+    """Per encoder role, what registering a trigger would mean; `taken_by` lists loaded concepts with the same sequences, `in_libraries`
+    (name, path) those of open libraries, which could not be called any more."""
 
     trigger: str
     aliases: tuple[str, ...]
@@ -65,6 +66,7 @@ class RegistrationReport:
     absent: tuple[str, ...]
     taken_by: tuple[str, ...]
     warnings: tuple[str, ...]
+    in_libraries: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
@@ -76,6 +78,7 @@ class RegistrationReport:
             "absent": list(self.absent),
             "taken_by": list(self.taken_by),
             "warnings": list(self.warnings),
+            "in_libraries": [{"name": name, "library": path} for name, path in self.in_libraries],
         }
 
     def __str__(self) -> str:
@@ -91,6 +94,7 @@ class RegistrationReport:
             lines += [f"    near miss {n.text!r}: {'fires, ' if n.fires else ''}{n.reason}" for n in r.near_misses]
         lines += [f"  absent by design: {', '.join(self.absent)}"] if self.absent else []
         lines += [f"  already registered by {name!r}" for name in self.taken_by]
+        lines += [f"  would keep {name!r} of the open library {path} from being called" for name, path in self.in_libraries]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 

@@ -8,10 +8,15 @@ from tiny_engram.errors import ConfigError
 
 __all__ = ["PRECISIONS", "SCHEDULES", "TRACKERS", "RunConfig", "is_number"]
 
-SCHEDULES = ("constant", "constant_with_warmup", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "inverse_sqrt", "linear")
-SCHEDULES += ("polynomial", "warmup_stable_decay")
+SCHEDULES = ("constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr", "cosine_with_restarts")
+SCHEDULES += ("inverse_sqrt", "linear", "polynomial", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb")
 PRECISIONS = ("no", "fp16", "bf16")
+# Of schedules that transformers knows and that cannot be had here: why, and what comes nearest.
+_REFUSED_SCHEDULES = {
+    "reduce_lr_on_plateau": "; that one follows the loss, and a rate here is a function of the step alone, so that a resumed run goes on "
+    "exactly. The nearest is warmup_stable_decay, which holds the rate and lowers it in the last fifth",
+}
 
 
 def is_number(value: Any) -> bool:
@@ -48,11 +53,13 @@ class RunConfig(JsonConfig):
     # of schedules that have them; a config may make them fields
     lr_num_cycles = 1
     lr_power = 1.0
+    lr_min_ratio = 0.1
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates at a step, counted from 0. A function of the step alone, so that a resume goes on exactly.
 
-        Names are those of transformers and diffusers. Everything that falls does so from the first step on, also under the warm-up.
+        Names are those of transformers and diffusers. Everything that falls does so from the first step on, also under the warm-up;
+        "cosine_warmup_with_min_lr" alone begins to fall behind it, and reaches its least rate at the last step.
         """
         warm = min(1.0, (step + 1) / max(1, self.lr_warmup_steps))
         left = max(0.0, 1 - step / self.max_train_steps)
@@ -64,7 +71,10 @@ class RunConfig(JsonConfig):
             case "cosine_with_restarts":
                 return warm * 0.5 * (1 + math.cos(math.pi * ((1 - left) * self.lr_num_cycles % 1.0)))
             case "cosine_with_min_lr":
-                return warm * (0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * left)))
+                return warm * self._above_least(0.5 * (1 - math.cos(math.pi * left)))
+            case "cosine_warmup_with_min_lr":
+                done = (step + 1 - self.lr_warmup_steps) / max(1, self.max_train_steps - self.lr_warmup_steps)
+                return warm * self._above_least(0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))))
             case "polynomial":
                 return warm * left**self.lr_power
             case "inverse_sqrt":
@@ -73,6 +83,9 @@ class RunConfig(JsonConfig):
             case "warmup_stable_decay":
                 return warm * min(1.0, left / 0.2)  # the last fifth
         return warm
+
+    def _above_least(self, share: float) -> float:
+        return self.lr_min_ratio + (1 - self.lr_min_ratio) * share
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -114,8 +127,9 @@ class RunConfig(JsonConfig):
         if self.checkpoints_total_limit is not None:
             self._check_whole(1, "checkpoints_total_limit")
         self._check_above_0("learning_rate", "max_grad_norm")
-        self._check_below_1("adam_beta2")
-        self._check(self.lr_scheduler in SCHEDULES, "lr_scheduler", f"one of {', '.join(SCHEDULES)}")
+        self._check_below_1("adam_beta2", "lr_min_ratio")
+        known, why = self.lr_scheduler in SCHEDULES, _REFUSED_SCHEDULES.get(str(self.lr_scheduler), "")
+        self._check(known, "lr_scheduler", f"one of {', '.join(SCHEDULES)}{why}")
         self._check(self.mixed_precision in PRECISIONS, "mixed_precision", "no, fp16 or bf16")
         told = self.report_to
         if isinstance(told, list | tuple) and all(isinstance(name, str) for name in told):

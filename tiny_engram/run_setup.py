@@ -16,7 +16,7 @@ from torch import nn
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_config import RunConfig
 
-__all__ = ["accelerator_for", "close_trackers", "frozen", "log_sheet", "recomputed", "tracked_values"]
+__all__ = ["accelerator_for", "close_trackers", "frozen", "log_sheet", "recomputed", "start_trackers", "tracked_values"]
 
 
 def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelerator:
@@ -43,6 +43,20 @@ def accelerator_for(config: RunConfig, output: Path, **options: Any) -> Accelera
 def tracked_values(config: RunConfig) -> dict[str, Any]:
     """Trackers take numbers, strings and bools only."""
     return {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.to_dict().items()}
+
+
+def start_trackers(accelerator: Accelerator, config: RunConfig, output: Path) -> None:
+    """Of the main process; all that they write lies below `output`. Raises TinyEngramError for one that does not start."""
+    if not accelerator.is_main_process or not config.trackers:
+        return
+    beside = {"wandb": {"dir": str(output / "logs")}}  # which else writes where the command was called
+    try:
+        accelerator.init_trackers("tiny-engram", config=tracked_values(config), init_kwargs=beside)
+    except Exception as error:  # of a service, of its settings, of the disk
+        way = "log in to wandb or set WANDB_MODE=offline, or " if "wandb" in config.trackers else ""
+        raise TinyEngramError(
+            f"report_to {config.report_to!r}: a tracker cannot start ({' '.join(str(error).split())[:200]}); {way}pass --report_to none"
+        ) from error
 
 
 def log_sheet(accelerator: Accelerator, sheet: Any, step: int) -> None:

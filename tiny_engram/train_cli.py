@@ -51,6 +51,7 @@ TRAIN_HELP = {
     "lr_warmup_steps": "steps in which the rates rise to their full size",
     "lr_num_cycles": "rounds of cosine_with_restarts",
     "lr_power": "exponent of polynomial",
+    "lr_min_ratio": "share of the rates that cosine_with_min_lr and cosine_warmup_with_min_lr come down to",
     "max_grad_norm": "length that gradients are cut to",
     "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
     "share": "context rows: 'none', of its own for each cross-attention, or 'block', one set for all of a block of the denoiser",

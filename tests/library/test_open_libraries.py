@@ -1,5 +1,6 @@
 """A library on a pipeline: every trigger fires, nothing else does, and what was not called is not read."""
 
+import logging
 import threading
 import warnings
 
@@ -135,6 +136,63 @@ def test_exactly_these(library, word, adapter):
     adapter.close_library(library)
     adapter.open_library(library.path, names=[word(5)])
     assert not torch.equal(adapter.encode(f"a {word(5)} and {word(4)}")[0], plain) and adapter.get_list_concepts() == [word(5)]
+
+
+def test_what_a_choice_silences_is_said_and_comes_back(library, word, adapter, caplog):
+    """set_concepts is no trap: a prompt that calls what it silenced is warned about, explain says why, None takes it back."""
+    plain = adapter.encode(f"a {word(5)}")[0]
+    adapter.open_library(library.path)
+    adapter.set_concepts([word(3)])
+    with caplog.at_level(logging.WARNING, "tiny_engram"):
+        adapter.encode([f"a {word(3)}", f"a {word(5)}9, x{word(6)}", "a cat"])
+        assert caplog.text == "", "near misses call nothing"
+        for _ in range(2):
+            assert torch.equal(adapter.encode(f"a {word(5)}")[0], plain)
+        assert caplog.text.count(f"'{word(5)}' of the open library {library.path} was called and stays silent") == 1
+        assert caplog.text.count("silent") == 1 and "set_concepts(None)" in caplog.text
+    said = str(adapter.explain(f"a {word(5)} and {word(3)}"))
+    assert f"does not fire: {word(5)} at token 2" in said and "in an open library, and not among the active concepts (set_concepts)" in said
+    assert f"fires: {word(3)}" in said and adapter.get_list_concepts() == [word(3)], "nothing was loaded for it"
+    adapter.set_strength(word(3), 0.5)
+    adapter.set_concepts(None)
+    assert adapter.get_active_concepts() == [word(3)] and adapter.strength(word(3)) == 0.5
+    assert not torch.equal(adapter.encode(f"a {word(5)}")[0], plain) and adapter.get_active_concepts() == [word(3), word(5)]
+    adapter.set_concepts([])
+    assert adapter.get_active_concepts() == [] and torch.equal(adapter.encode(f"a {word(5)}")[0], plain)
+    tiny_engram.set_concepts(adapter.pipe, None, 2.0)
+    assert adapter.strength(word(3)) == adapter.strength(word(5)) == 2.0 and adapter.get_active_concepts() == [word(3), word(5)]
+
+
+def test_a_silenced_namesake_and_a_damaged_one(library, word, maker, adapter):
+    entry = library.entry(word(6))
+    with library.path.open("r+b") as file:
+        file.seek(entry.offset + entry.nbytes - 3)
+        file.write(b"???")
+    adapter.load_concept(maker(20), name=word(5))
+    adapter.open_library(library.path)
+    adapter.set_concepts([word(5)])
+    said = str(adapter.explain(f"a {word(5)}, a {word(6)}"))
+    assert f"does not fire: {word(5)}, in a library at token 2" in said and word(6) in said and "fires: " + word(6) not in said
+    with pytest.raises(LibraryError, match="is not what was added"):
+        adapter.set_concepts([word(6)])
+
+
+def test_register_looks_at_open_libraries(library, word, adapter):
+    assert adapter.register(word(3)).in_libraries == ()
+    adapter.open_library(library.path)
+    for trigger, aliases in ((word(3), ()), (word(3).upper(), ()), (f"{word(3)} two", ()), ("zz-other", (word(3),))):
+        report = adapter.register(trigger, aliases)
+        assert report.in_libraries == ((word(3), str(library.path)),), trigger
+        assert f"would keep '{word(3)}' of the open library {library.path} from being called" in str(report)
+        assert report.to_dict()["in_libraries"] == [{"name": word(3), "library": str(library.path)}] and report.taken_by == ()
+    for trigger in ("zz-other", f"{word(3)} three", f"{word(3)}9"):
+        assert adapter.register(trigger).in_libraries == (), trigger
+    assert adapter.get_list_concepts() == []
+    adapter.load_concept(adapter.new_concept(word(3)), name="mine")  # which may be: it is said, not refused
+    assert adapter.register(word(3)).taken_by == ("mine",)
+    adapter.close_library()
+    adapter.open_library(library.path, names=[word(5)])
+    assert adapter.register(word(3)).in_libraries == () != adapter.register(word(5)).in_libraries
 
 
 def test_a_loaded_concept_keeps_its_trigger(library, word, maker, adapter):

@@ -74,6 +74,8 @@ def make(**changes) -> TrainConfig:
         ("row_weight_decay", 0.1),
         ("lr_num_cycles", 0),
         ("lr_power", 0.0),
+        ("lr_min_ratio", 1.0),
+        ("lr_min_ratio", -0.1),
         ("noise_offset", -0.1),
         ("timestep_sampling", "cosmap"),
         ("timestep_shift", 0.0),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tiny_engram.checkpoints import load_checkpoint
-from tiny_engram.errors import TinyEngramError
+from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.training import train
 from tiny_engram.training.optimizers import make_optimizer
 from tiny_engram.training.rows import ConceptRows
@@ -135,3 +135,49 @@ def test_the_last_fifth_of_warmup_stable_decay_falls(recipe):
         and config.rate(90) == pytest.approx(0.5)
         and config.rate(99) == pytest.approx(0.05)
     )
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_cosine_behind_the_warm_up_is_transformers_own(recipe, warmup):
+    from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+
+    config = recipe(lr_scheduler="cosine_warmup_with_min_lr", lr_warmup_steps=warmup, max_train_steps=40, lr_min_ratio=0.3)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup_lr_rate(optimizer, warmup, 40, min_lr_rate=0.3)
+    theirs = []
+    for _ in range(40):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert [config.rate(step) for step in range(40)] == pytest.approx(theirs, abs=1e-12)
+    assert config.rate(39) == pytest.approx(0.3) and max(theirs) > 0.9
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5])
+def test_the_least_rate_is_the_one_that_was_asked_for(recipe, ratio):
+    config = recipe(lr_scheduler="cosine_with_min_lr", lr_min_ratio=ratio, max_train_steps=1000)
+    rates = [config.rate(step) for step in range(1000)]
+    assert rates[0] == 1 and rates == sorted(rates, reverse=True) and ratio < rates[-1] < ratio + 1e-4
+
+
+def test_a_schedule_that_follows_the_loss_is_refused_with_the_nearest_one(recipe):
+    with pytest.raises(ConfigError, match="function of the step alone.*The nearest is warmup_stable_decay") as caught:
+        recipe(lr_scheduler="reduce_lr_on_plateau")
+    assert "\n" not in str(caught.value) and "reduce_lr_on_plateau" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("No API key configured.\nUse `wandb login`"), OSError(28, "No space left on device")])
+def test_a_tracker_that_does_not_start_is_one_line(pipe, config, tmp_path, monkeypatch, error):
+    """As wandb without a key, or a disk that is full; the run can be had without it."""
+    from accelerate.tracking import TensorBoardTracker
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(TensorBoardTracker, "start", fail)
+    monkeypatch.setattr(TensorBoardTracker, "__init__", fail)
+    with pytest.raises(TinyEngramError, match=r"report_to 'tensorboard': a tracker cannot start \(.*\); pass --report_to none") as caught:
+        teach(pipe, config(report_to="tensorboard"))
+    assert "\n" not in str(caught.value) and str(error).split()[-1] in str(caught.value)
+    monkeypatch.undo()
+    assert teach(pipe, config(max_train_steps=1)).steps == 1

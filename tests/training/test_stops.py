@@ -185,3 +185,29 @@ def test_a_folder_that_may_only_be_read(pipe, config, tmp_path, monkeypatch):
     with pytest.raises(TinyEngramError, match=r"out: cannot write there \(Read-only file system\); choose another folder") as caught:
         teach(pipe, config())
     assert "\n" not in str(caught.value) and list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_folder_that_may_not_be_searched(pipe, config, tmp_path, monkeypatch):
+    """Nothing can be known of what is in it, not even whether the output folder is there."""
+    import errno
+    import tempfile
+
+    closed, stat, make = tmp_path / "closed", os.stat, tempfile.mkstemp
+    closed.mkdir()
+
+    def deny(path, *args, **options):
+        if str(path).startswith(f"{closed}{os.sep}"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **options)
+
+    def deny_new(*args, **options):
+        if str(options["dir"]).startswith(str(closed)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return make(*args, **options)
+
+    monkeypatch.setattr(os, "stat", deny)
+    monkeypatch.setattr(tempfile, "mkstemp", deny_new)
+    with pytest.raises(TinyEngramError, match=r"out: cannot write there \(Permission denied\); choose another folder") as caught:
+        teach(pipe, config(output_dir=str(closed / "out")))
+    monkeypatch.undo()
+    assert "\n" not in str(caught.value) and list(closed.iterdir()) == []

@@ -26,7 +26,7 @@ from tiny_engram.llm import EngramLayers
 from tiny_engram.llm.decoders import decoder_of
 from tiny_engram.llm.engram_layers import CONFIG_FILE
 from tiny_engram.llm.memory import memory_for
-from tiny_engram.run_setup import accelerator_for, frozen, tracked_values
+from tiny_engram.run_setup import accelerator_for, frozen, start_trackers
 from tiny_engram.together import on_main
 
 from .card import model_card
@@ -198,8 +198,7 @@ class _Loop:
     def run(self, progress: bool, on_step: Callable[[int, float], None] | None) -> LMTrainResult:
         config, state, accelerator = self.config, self.state, self.accelerator
         tracking = config.report_to != "none"
-        if tracking:
-            accelerator.init_trackers("tiny-engram", config=tracked_values(config))
+        on_main(accelerator, lambda: start_trackers(accelerator, config, self.output))
         shown = progress and accelerator.is_local_main_process
         bar = tqdm(total=config.max_train_steps, initial=state.step, desc="teaching", unit="step", disable=not shown)
         started = time.perf_counter()

@@ -33,7 +33,8 @@ class TrainConfig(RunConfig):
         train_data_dir: folder of pictures; captions from metadata.jsonl or metadata.csv, .txt or .caption files beside them, or
             `caption_template`. Or a saved dataset of Hugging Face. Where pictures are given from Python, it is only a name for them.
         trigger, aliases, name: the phrase that calls the concept, further spellings, the name it goes by (default: the trigger).
-        output_dir: gets concept.safetensors, report.html, README.md, metrics.jsonl, config.yaml, best/, logs/, validation/, checkpoint-N/.
+        output_dir: gets concept.safetensors, report.html, README.md, images/, metrics.jsonl, config.yaml, best/, logs/,
+            validation/, checkpoint-N/.
         caption_template: one or more templates with `{trigger}`; used for pictures that have no caption.
         caption_dropout: share of samples whose caption is cut down to the trigger alone. It teaches the bare prompt, and the
             pictures' style and background with it: what the caption does not say, the rows must.
@@ -46,7 +47,8 @@ class TrainConfig(RunConfig):
             bitsandbytes); "prodigy", which finds its rate itself (needs prodigyopt): `learning_rate` is then a factor of that, 1 as a rule,
             and the one of gates and maps too.
         adam_beta1, adam_beta2, adam_epsilon: of all of them. adam_weight_decay: of the maps, row_weight_decay: of the rows.
-        lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial".
+        lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial", `lr_min_ratio` is the
+            least share of the rates that the two "with_min_lr" come down to.
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
             "span" (the encoder's output), "pooled" (its pooled vector, where that is all that is used of it), "context" (what every
             attention of the denoiser reads of the text), "key" or "value" (one side of that), or single mounts such as "context.0.key".
@@ -115,6 +117,7 @@ class TrainConfig(RunConfig):
     lr_warmup_steps: int = 0
     lr_num_cycles: int = 1
     lr_power: float = 1.0
+    lr_min_ratio: float = 0.1
     max_grad_norm: float = 1.0
     mounts: tuple[str, ...] = ("input", "value")
     share: str = "block"
@@ -283,3 +286,7 @@ class TrainConfig(RunConfig):
     def concept_path(self) -> Path:
         """Where the finished concept is written."""
         return Path(self.output_dir) / "concept.safetensors"
+
+    def prompts_with(self, trigger: str) -> list[str]:
+        """The validation prompts."""
+        return [prompt.replace("{trigger}", trigger) for prompt in self.validation_prompts]

@@ -24,14 +24,17 @@ __all__ = ["LatentFiles", "fingerprint"]
 logger = logging.getLogger(__name__)
 
 # Of what is stored and how it is made; a change of either changes it.
-FORMAT = 1
+FORMAT = 2
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A digest of a module's weights, types and config, and of where and by which version of torch it runs."""
+    """A digest of a module's weights, types and config, of its tiles, and of where and by which version of torch it runs."""
     digest = hashlib.blake2b(digest_size=16)
     config = getattr(module, "config", {})
     digest.update(json.dumps({k: v for k, v in dict(config).items() if not k.startswith("_")}, sort_keys=True, default=str).encode())
+    # large pictures are encoded tile by tile, with other bits, where that was switched on; no config says so
+    tiles = {k: v for k, v in vars(module).items() if k.startswith(("use_tiling", "tile_"))}
+    digest.update(json.dumps(tiles, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         # as bytes: numpy knows no bfloat16
@@ -67,7 +70,7 @@ class LatentFiles:
     def encode(self, picture: Image.Image, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What `cache.encode_picture` gives, bit for bit, from the file if there is one."""
         path = self.path_of(picture, size)
-        kept = self._read(path) if path.exists() else None
+        kept = self._read(path)
         if kept is not None:
             return kept
         mean, std = encode_picture(self._pipe, picture, size)
@@ -85,6 +88,8 @@ class LatentFiles:
                 raise ValueError(f"mean {list(mean.shape)} {mean.dtype}, deviation {list(std.shape)} {std.dtype}")
             if not (mean.isfinite().all() and std.isfinite().all()):
                 raise ValueError("numbers that are not finite")
+        except FileNotFoundError:
+            return None
         except Exception as error:  # safetensors' own, KeyError, OSError: whatever it is, the picture is there to make it from
             logger.warning("%s: latents that cannot be read (%s); they are made again", path, " ".join(str(error).split()))
             return None

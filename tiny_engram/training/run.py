@@ -32,7 +32,7 @@ _TOLD += ("max_grad_norm", "train_batch_size", "gradient_accumulation_steps", "m
 _TOLD += ("subject_type", "caption_tag_dropout", "shuffle_tags", "random_flip", "alpha_mask", "unmasked_weight", "recursive")
 _TOLD += ("folder_repeats", "buckets", "bucket_steps", "bucket_no_upscale")
 _TOLD += ("collages", "snr_gamma", "ema_decay", "adam_beta1", "adam_epsilon", "adam_weight_decay", "row_weight_decay", "lr_num_cycles")
-_TOLD += ("lr_power", "noise_offset", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_shift")
+_TOLD += ("lr_power", "lr_min_ratio", "noise_offset", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_shift")
 _TOLD += ("validation_loss_steps", "validation_loss_samples", "validation_data_dir")
 # Of the optimiser's groups what the config says, and not what was learnt on the way.
 _SETTINGS = {"lr", "initial_lr", "weight_decay", "eps"}

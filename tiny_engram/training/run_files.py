@@ -10,7 +10,7 @@ from typing import Any
 
 from tiny_engram.checkpoints import sweep
 from tiny_engram.concept import Concept
-from tiny_engram.concept_card import ConceptCard, Entry
+from tiny_engram.concept_card import ConceptCard, Entry, Shown
 from tiny_engram.config_file import config_text
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import write_atomically
@@ -18,6 +18,7 @@ from tiny_engram.model_card import CARD
 from tiny_engram.training.checkpoint import CONFIG, save_checkpoint
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.costs import peak_device_memory, peak_memory
+from tiny_engram.training.gallery import clear_gallery, write_gallery
 from tiny_engram.training.metrics import METRICS, MetricsFile
 from tiny_engram.training.report import REPORT, Report
 from tiny_engram.training.role_rows import each_role
@@ -28,7 +29,8 @@ __all__ = ["BEST", "VALIDATION", "RunFiles"]
 logger = logging.getLogger(__name__)
 
 BEST, VALIDATION = "best", "validation"
-CONCEPT = "concept.safetensors"
+_STEM = "concept"
+CONCEPT = f"{_STEM}.safetensors"
 
 
 class RunFiles:
@@ -124,7 +126,7 @@ class RunFiles:
             made.trigger,
             self.run.losses,
             self.run.measured,
-            [prompt.replace("{trigger}", made.trigger) for prompt in config.validation_prompts],
+            config.prompts_with(made.trigger),
             self.output / VALIDATION,
             str(registered),
             costs,
@@ -140,7 +142,18 @@ class RunFiles:
             logger.warning("%s was written or edited by somebody, so it is kept", path)
             return
         entry = Entry(CONCEPT, size, made.name, made.trigger, list(made.aliases), made.base, dict(made.recipe))
-        self._write(path, ConceptCard([entry]).render("THIS_FOLDER", "THIS_FOLDER/"))
+        shown = self._gallery(made.trigger)
+        self._write(path, ConceptCard([entry], shown).render("THIS_FOLDER", "THIS_FOLDER/"))
+        clear_gallery(self.output, ConceptCard.read(there), shown, _STEM)
+
+    def _gallery(self, trigger: str) -> list[Shown]:
+        """Of the last sheet that this run drew."""
+        config, every = self.config, self.config.validation_steps
+        last = self.run.step - self.run.step % every if every else 0
+        if not last or not config.validation_prompts:
+            return []
+        sheet = self.output / VALIDATION / f"step-{last}.png"
+        return write_gallery(self.output, sheet, config.prompts_with(trigger), config.validation_seeds, last, _STEM)
 
     def _recipe(self, step: int) -> dict[str, Any]:
         config = self.config

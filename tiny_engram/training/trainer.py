@@ -17,7 +17,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.config import ENCODER_MOUNTS
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.files import check_writable
-from tiny_engram.run_setup import accelerator_for, close_trackers, log_sheet, tracked_values
+from tiny_engram.run_setup import accelerator_for, close_trackers, log_sheet, start_trackers
 from tiny_engram.together import on_main, told_by_main
 from tiny_engram.training import objective
 from tiny_engram.training.class_word import start_at_word
@@ -178,11 +178,8 @@ class ConceptTrainer:
 
     def begin(self) -> None:
         """Files and trackers."""
-        config, accelerator = self.config, self.accelerator
-        on_main(accelerator, self.files.begin)
-        if accelerator.is_main_process and config.trackers:
-            beside = {"wandb": {"dir": str(self.output / "logs")}}  # which else writes where the command was called
-            accelerator.init_trackers("tiny-engram", config=tracked_values(config), init_kwargs=beside)
+        on_main(self.accelerator, self.files.begin)
+        on_main(self.accelerator, lambda: start_trackers(self.accelerator, self.config, self.output))
         self._first_step = time.perf_counter()
 
     def draws(self, part: int) -> list[objective.Draw]:

@@ -2,12 +2,15 @@
 
 import base64
 import io
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from tiny_engram.adapter import find_family
 from tiny_engram.concept import Concept
@@ -16,7 +19,7 @@ from tiny_engram.files import write_atomically
 from tiny_engram.training.config import TrainConfig
 from tiny_engram.training.data import Example, open_picture
 
-__all__ = ["Validator", "draw_pictures", "native_size", "save_picture", "thumbnail_of"]
+__all__ = ["Validator", "draw_pictures", "native_size", "read_sheet_info", "save_picture", "thumbnail_of"]
 
 
 def native_size(pipe: Any) -> int | None:
@@ -74,6 +77,25 @@ def thumbnail_of(example: Example, side: int = 64) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
+_SHEET = "tiny-engram-sheet"
+
+
+def _sheet_info(prompts: Sequence[str], seeds: Sequence[int]) -> PngInfo:
+    """What a sheet's PNG says of its columns and rows."""
+    info = PngInfo()
+    info.add_itxt(_SHEET, json.dumps([list(prompts), list(seeds)], ensure_ascii=False))
+    return info
+
+
+def read_sheet_info(image: Image.Image) -> tuple[list[str], list[int]] | None:
+    """(prompts, seeds) of a sheet's columns and rows; None of a picture that does not say them."""
+    try:
+        prompts, seeds = json.loads(image.info[_SHEET])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return (prompts, seeds) if isinstance(prompts, list) and isinstance(seeds, list) else None
+
+
 class Validator:
     """Draws `config.validation_prompts` with a concept loaded, and leaves the pipeline as it was."""
 
@@ -83,7 +105,7 @@ class Validator:
     def draw(self, concept: Concept, step: int, *, keep: bool = True) -> np.ndarray | None:
         """Writes step-N.png if it is kept, a column a prompt and a row a seed, and returns it (uint8 `[h, w, 3]`); None without prompts."""
         config = self.config
-        prompts = [p.replace("{trigger}", concept.trigger) for p in config.validation_prompts]
+        prompts = config.prompts_with(concept.trigger)
         if not prompts:
             return None
         name = self.adapter.load_concept(concept, rename=True)
@@ -102,5 +124,5 @@ class Validator:
             self.adapter.unload_concept(name)
         sheet = np.concatenate([np.concatenate(list(row), 1) for row in rows], 0)
         if keep:
-            save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png")
+            save_picture(Image.fromarray(sheet), self.folder / f"step-{step}.png", pnginfo=_sheet_info(prompts, config.validation_seeds))
         return sheet

@@ -1,7 +1,10 @@
 """Latents on disk: found only by what they were made of, made again where they are damaged."""
 
+import errno
 import logging
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +63,19 @@ def test_the_scaling_of_latents_is_part_of_a_base(tiny):
     assert fingerprint(one) != fingerprint(two)
 
 
+def test_a_picture_in_tiles_is_another_file(tiny, tmp_path, picture):
+    """Switched on from outside, where no config says so; its latents have other bits."""
+    pipe = tiny.build()
+    files = LatentFiles(pipe, tmp_path)
+    whole, plain = files.encode(picture(), (64, 64)), fingerprint(pipe.vae)
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 32, 32 // pipe.vae_scale_factor
+    tiled = LatentFiles(pipe, tmp_path).encode(picture(), (64, 64))
+    assert all(map(torch.equal, tiled, encode_picture(pipe, picture(), (64, 64)))) and not torch.equal(tiled[0], whole[0])
+    pipe.vae.tile_sample_min_size = 48
+    assert len({plain, files._base, fingerprint(pipe.vae)}) == 2 and len(os.listdir(tmp_path)) == 2
+
+
 @pytest.mark.parametrize(
     "damage", ["truncated", "other bytes", "empty", "another tensor", "not finite", "another shape", "a folder", "unreadable"]
 )
@@ -93,6 +109,36 @@ def test_a_folder_that_cannot_be_is_one_clear_line(pipe, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TinyEngramError, match="cache_dir .*file/kept: cannot be made .*; choose another folder"):
         LatentFiles(pipe, tmp_path / "file" / "kept")
+
+
+@pytest.mark.parametrize("kind", [errno.EACCES, errno.EIO])
+def test_a_folder_that_may_not_be_searched_is_one_clear_line(pipe, tmp_path, picture, monkeypatch, caplog, kind):
+    """Whoever runs tests as root may read everywhere, so the system's answer to all that is asked of the file is given by hand."""
+
+    def deny(*args, **options):
+        raise OSError(kind, os.strerror(kind))
+
+    files = LatentFiles(pipe, tmp_path)
+    for name in ("stat", "open", "read_bytes"):
+        monkeypatch.setattr(Path, name, deny)
+    monkeypatch.setattr(tempfile, "mkstemp", deny)
+    with pytest.raises(
+        TinyEngramError, match=r"latents-\w+\.safetensors: cannot be written .*; free space, or leave --cache_dir out"
+    ) as caught:
+        files.encode(picture(), (64, 64))
+    assert "\n" not in str(caught.value) and caplog.text.count("they are made again") == 1
+
+
+def test_a_cache_that_may_only_be_read_serves_as_long_as_nothing_is_missing(pipe, tmp_path, picture, encoded, monkeypatch):
+    def deny(*args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    expected = LatentFiles(pipe, tmp_path).encode(picture(), (64, 64))
+    monkeypatch.setattr(tempfile, "mkstemp", deny)
+    files = LatentFiles(pipe, tmp_path)
+    assert all(map(torch.equal, files.encode(picture(), (64, 64)), expected)) and len(encoded) == 1
+    with pytest.raises(TinyEngramError, match="Read-only file system"):
+        files.encode(picture(), (32, 32))
 
 
 def test_a_run_reads_them_and_is_the_same(tiny, pipe, config, folder, tmp_path, encoded):

@@ -1,5 +1,6 @@
 """One picture as a person sees it, whatever its file. Imports Pillow, numpy and errors only."""
 
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +87,22 @@ def _from_lab(picture: Image.Image) -> Image.Image:
     return converted
 
 
+def _upright(opened: Image.Image) -> Image.Image:
+    """Turned as its EXIF says; as it is stored where that cannot be read, as every viewer shows it."""
+    try:
+        return ImageOps.exif_transpose(opened)
+    except (SyntaxError, ValueError, TypeError, LookupError, OSError, struct.error):
+        return opened
+
+
 def _seen(opened: Image.Image, background: tuple[int, int, int]) -> Opened:
     opened.load()
-    picture, alpha = ImageOps.exif_transpose(opened), None
+    picture, alpha = _upright(opened), None
     if picture.mode.startswith("I") or picture.mode == "F":
-        picture = _grey(np.asarray(picture), picture.mode)
+        values, key = np.asarray(picture), picture.info.get("transparency")
+        picture = _grey(values, picture.mode)
+        if isinstance(key, int):
+            picture.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
     if picture.mode == "LAB":
         picture = _from_lab(picture)
     if picture.mode == "La":
