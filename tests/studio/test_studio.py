@@ -29,7 +29,7 @@ def test_closing_gives_the_folder_back_and_once_is_enough(tiny, tmp_path):
 def test_what_cannot_be_opened_leaves_the_folder_free(tmp_path):
     with pytest.raises(TinyEngramError, match="no-such-model"):
         Studio.open(tmp_path, model="no-such-model")
-    with pytest.raises(TinyEngramError, match="no pipeline"):
+    with pytest.raises(TinyEngramError, match="expected a loaded diffusers pipeline"):
         Studio(Workspace.open(tmp_path), argparse.Namespace())  # no pipeline at all
     Workspace.open(tmp_path).close()
 
