@@ -6,7 +6,8 @@ May import config, hooks and store.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_engram.config import DEEP
 from tiny_engram.fired import Fired
 from tiny_engram.hooks import CallHook, HookSet, MountError
 
-__all__ = ["DeepMounts", "encoder_layers", "layer_of"]
+__all__ = ["DeepMounts", "encoder_layers", "layer_of", "reading_inside"]
 
 SIZES = ("num_hidden_layers", "num_layers")
 
@@ -43,6 +44,38 @@ def encoder_layers(encoder: nn.Module) -> tuple[nn.Module, ...]:
         if isinstance(module, nn.ModuleList) and len(module) == count and not any(part.startswith("vis") for part in name.split("."))
     ]
     return tuple(lists[0]) if len(lists) == 1 else ()
+
+
+def _states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a layer reads."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def _with_states(args: tuple[Any, ...], kwargs: dict[str, Any], states: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+
+
+@contextmanager
+def reading_inside(encoder: nn.Module, moved: Mapping[int, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
+    """For training: inside, these layers of the encoder read what is made of their states `[batch, time, width]`, by number of the layer.
+
+    Raises:
+        MountError: one of them was not read.
+    """
+    layers, seen = encoder_layers(encoder), set[int]()
+
+    def read(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        seen.add(number)
+        return _with_states(args, kwargs, moved[number](_states_of(args, kwargs)))
+
+    handles = [layers[number].register_forward_pre_hook(partial(read, number), with_kwargs=True) for number in moved]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missed := sorted(moved.keys() - seen):
+        raise MountError(f"{type(encoder).__name__} ran without its layer {missed[0]}, so nothing can be taught at '{DEEP}.{missed[0]}'")
 
 
 class _Call(threading.local):
@@ -87,7 +120,7 @@ class DeepMounts(HookSet):
             )
 
     def _read(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        states = args[0] if args else kwargs.get("hidden_states")
+        states = _states_of(args, kwargs)
         if not isinstance(states, torch.Tensor):
             return None
         fired = self._call.fired.get(number) if self._call.inside else self._added.get(states, {}).get(number)
@@ -100,4 +133,4 @@ class DeepMounts(HookSet):
         for one in fired:
             states = one.apply(states)
         self.seconds += time.perf_counter() - begin
-        return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+        return _with_states(args, kwargs, states)

@@ -53,7 +53,7 @@ TRAIN_HELP = {
     "lr_power": "exponent of polynomial",
     "lr_min_ratio": "share of the rates that cosine_with_min_lr and cosine_warmup_with_min_lr come down to",
     "max_grad_norm": "length that gradients are cut to",
-    "mounts": "where the concept is added: input, span, context, key, value, or single mounts such as context.0.key",
+    "mounts": "where the concept is added: input, deep, span, pooled, context, key, value, or single mounts such as context.0.key",
     "share": "context rows: 'none', of its own for each cross-attention, or 'block', one set for all of a block of the denoiser",
     "bands": "equal shares of the timesteps that have context rows of their own, up to 4",
     "attention_rank": "rank of the maps at the cross-attentions, which add where the picture looks at the trigger; 0 for none",

@@ -43,8 +43,6 @@ def make(**changes) -> TrainConfig:
         ("context_rho", -1.0),
         ("mounts", ()),
         ("mounts", ("span", 1)),
-        ("mounts", ("span", "deep.2")),
-        ("mounts", ("deep",)),
         ("share", "width"),
         ("bands", 5),
         ("bands", 2.0),

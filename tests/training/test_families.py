@@ -2,6 +2,8 @@
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from tiny_engram.concept import Concept
 from tiny_engram.denoiser_call import _parameters
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.run_setup import frozen
-from tiny_engram.training import loop, objective, train, trainer
+from tiny_engram.training import TrainConfig, loop, objective, train, trainer
 from tiny_engram.training.data import scan_folder
 from tiny_engram.training.prepared import prepare
 from tiny_engram.training.role_rows import each_role
@@ -26,13 +28,13 @@ TEXT = "a photo of a zqx on a table, and the zqx"
 MAPS = ("stable-diffusion-xl", "stable-diffusion-2")  # of those that are tried here
 
 
+def teachable(tiny: TinyPipeline) -> bool:
+    return family_named(tiny).predicts is not None and tiny.name != "flux:kontext"
+
+
 def taught(tiny: TinyPipeline) -> bool:
-    return family_named(tiny).predicts is not None and tiny.name not in (
-        "flux:kontext",
-        "stable-diffusion-1",
-        "pixart:alpha",
-        "pixart:sigma",
-    )
+    """Those that test_loop and test_pixart do not teach at length."""
+    return teachable(tiny) and tiny.name not in ("stable-diffusion-1", "pixart:alpha", "pixart:sigma")
 
 
 @pytest.fixture
@@ -64,7 +66,28 @@ def embeds_given(family: Any, call: dict[str, Any]) -> list[torch.Tensor]:
 
 @each_pipeline(taught, default=DEFAULT)
 def test_what_a_step_reads_is_what_is_served(tiny_case, pipe, options, tmp_path):
-    config, family = options(timestep_shift=1.0), family_named(tiny_case)
+    check_step(tiny_case, pipe, options(timestep_shift=1.0), tmp_path)
+
+
+@each_pipeline(teachable, default=("stable-diffusion-1", "pixart:sigma", "stable-diffusion-3", "flux:dev"))
+def test_what_a_step_reads_inside_the_encoders_is_what_is_served(tiny_case, pipe, options, tmp_path):
+    """Beside rows inside, those at the token embeddings, whose pass reads the others too."""
+    more = {"timestep_shift": 1.0, "context_rho": None, "bands": 1, "attention_rank": 0, "feedforward_rank": 0}
+    config = options(**more, mounts=("deep", "input", "span"))
+    if tiny_case.family in ("stable-diffusion-xl", "stable-diffusion-3"):
+        with pytest.raises(TinyEngramError, match="mount 'deep.1' of clip_l moves the encoder's pooled vector too, .*use other mounts"):
+            train(pipe, config, progress=False)
+        return
+    check_step(tiny_case, pipe, config, tmp_path, local=False)
+    if tiny_case.family not in ("chroma", "hunyuandit"):
+        again = check_step(tiny_case, tiny_case.build(), replace(config, gradient_checkpointing=True), tmp_path, local=False)
+        for one, other in zip(check_step(tiny_case, tiny_case.build(), config, tmp_path, local=False), again, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+def check_step(tiny_case: TinyPipeline, pipe: Any, config: TrainConfig, tmp_path: Path, *, local: bool = True) -> list[torch.Tensor]:
+    """The states of a step are those of the concept that it makes, which gets gradients at all of its rows: these are returned."""
+    family = family_named(tiny_case)
     adapter = tiny_engram.attach(pipe)
     start = trainer.untrained(adapter, config)
     module = trainer.masters_of(adapter, start, config)
@@ -116,13 +139,14 @@ def test_what_a_step_reads_is_what_is_served(tiny_case, pipe, options, tmp_path)
         states = one.dim() == 3 or tiny_case.family == "z-image"
         # vectors that are pooled behind states are the base's, served and taught
         assert not states and not pooled and torch.equal(other, without) or (other - without).abs().max() > 1e-2
-        if states:
+        if states and local:
             assert (one == without).all(-1).any()  # all that is not the trigger's keeps its bits
     (_, output), (_, without) = seen
     stack = torch.stack if isinstance(output, list) else lambda x: x
     trained, output, without = (stack(x).detach() for x in (trained, output, without))
     torch.testing.assert_close(trained, output, rtol=1e-4, atol=1e-4)
     assert 20 * (trained - output).norm() < (output - without).norm()
+    return [p.grad for p in module.parameters() if p.grad is not None]
 
 
 @each_pipeline(taught, default=DEFAULT)

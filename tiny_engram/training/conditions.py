@@ -8,14 +8,17 @@ texts one behind the other need no description here.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from tiny_engram.concept import Concept
 from tiny_engram.config import INPUT
+from tiny_engram.deep_mounts import layer_of, reading_inside
 from tiny_engram.encoded_positions import EncodedPositions
 from tiny_engram.engram_adapter import EngramAdapter
 from tiny_engram.errors import TinyEngramError
@@ -29,17 +32,20 @@ __all__ = ["ConditionBatch", "Conditions", "RoleBatch", "cache_conditions", "joi
 
 # (start, length, offset of its rows) of a trigger.
 Place = tuple[int, int, int]
+# Embeddings or states and the spans in them, to what takes their place.
+Move = Callable[[torch.Tensor, Spans], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A role's part in one caption: its ids int64 `[1, time]` and what else the encoder is given, where the trigger stands in the ids, and
-    how many of the ids lie before the first of its states."""
+    """A role's part in one caption: its ids int64 `[1, time]` and what else the encoder is given, where the trigger stands in the ids, how
+    many of the ids lie before the first of its states, and which of its states, from the first to the end, are the encoder's own."""
 
     ids: torch.Tensor
     options: Mapping[str, Any]
     places: tuple[Place, ...]
     shift: int = 0
+    reach: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class RoleBatch:
             width]`.
         spans: where the trigger stands in these; of a pooled role in its prompt.
         calls: of each distinct caption; `row` says which of them each caption of the batch is.
+        recomputed: the encoder's passes are computed again in the backward pass rather than keep what that needs.
     """
 
     states: torch.Tensor
@@ -58,6 +65,7 @@ class RoleBatch:
     encoder: ReadEncoder
     calls: tuple[_Call, ...]
     row: tuple[int, ...]
+    recomputed: bool = False
 
     @property
     def fired(self) -> torch.Tensor:
@@ -67,13 +75,24 @@ class RoleBatch:
         fired[batch, time] = 1.0
         return fired
 
-    def read_again(self, move: Callable[[torch.Tensor, Spans], torch.Tensor]) -> torch.Tensor:
+    def read_inside(self, inside: Mapping[int, Move]) -> "RoleBatch":
+        """The same part with all states from an encoder whose layers, by number, read what is made of their states; differentiable."""
+        outputs, device = self._encoded(None, inside), self.states.device
+        if self.encoder.pooled:
+            return replace(self, states=self._vectors(outputs))
+        states = self.states.clone()
+        for sample, row in enumerate(self.row):
+            (first, end), shift = self.calls[row].reach, self.calls[row].shift
+            states[sample, first:end] = outputs[row][0, first + shift : end + shift].to(device, states.dtype)
+        return replace(self, states=states)
+
+    def read_again(self, move: Move, inside: Mapping[int, Move] | None = None) -> torch.Tensor:
         """States with those at the spans from an encoder whose token embeddings go through `move(embeddings, spans)`; differentiable. A
-        pooled vector is the one of that pass."""
-        outputs = self._encoded(move)
+        pooled vector is the one of that pass. `inside` as `read_inside` takes it."""
+        outputs = self._encoded(move, inside or {})
         device = self.states.device
         if self.encoder.pooled:
-            return torch.stack([outputs[row][0] for row in self.row]).to(device, self.states.dtype)
+            return self._vectors(outputs)
         batch, time, _ = self.spans.flat()
         found = [
             outputs[self.row[sample]][0, at + self.calls[self.row[sample]].shift]
@@ -82,7 +101,10 @@ class RoleBatch:
         new = torch.stack(found).to(device, self.states.dtype)
         return self.states.index_put((batch.to(device), time.to(device)), new)
 
-    def _encoded(self, move: Callable[[torch.Tensor, Spans], torch.Tensor]) -> list[torch.Tensor]:
+    def _vectors(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([outputs[row][0] for row in self.row]).to(self.states.device, self.states.dtype)
+
+    def _encoded(self, move: Move | None, inside: Mapping[int, Move]) -> list[torch.Tensor]:
         """What is read of each distinct caption, `[1, ...]`; captions whose calls are alike in one call."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for k, call in enumerate(self.calls):
@@ -90,12 +112,26 @@ class RoleBatch:
         found: dict[int, torch.Tensor] = {}
         for numbers in alike.values():
             calls = [self.calls[k] for k in numbers]
-            inner = Spans.of((row, *place) for row, call in enumerate(calls) for place in call.places)
+            spans = Spans.of((row, *place) for row, call in enumerate(calls) for place in call.places)
             ids = torch.cat([call.ids for call in calls])
             options = {name: _joined([call.options[name] for call in calls]) for name in calls[0].options}
-            output = encode_with_input(self.encoder.module, ids, lambda x, inner=inner: move(x, inner), **options)
-            found |= zip(numbers, self.encoder.read(output).split(1), strict=True)
+            run = partial(self._run, ids, options, spans, move, inside)
+            # hooks belong to one pass: it is computed again as a whole, with those of its own
+            said = checkpoint(run, use_reentrant=False) if self.recomputed else run()
+            found |= zip(numbers, said.split(1), strict=True)
         return [found[k] for k in range(len(self.calls))]
+
+    def _run(
+        self, ids: torch.Tensor, options: Mapping[str, Any], spans: Spans, move: Move | None, inside: Mapping[int, Move]
+    ) -> torch.Tensor:
+        encoder = self.encoder.module
+        with reading_inside(encoder, {layer: partial(_at, one, spans) for layer, one in inside.items()}):
+            output = encoder(ids, **options) if move is None else encode_with_input(encoder, ids, partial(_at, move, spans), **options)
+        return self.encoder.read(output)
+
+
+def _at(move: Move, spans: Spans, x: torch.Tensor) -> torch.Tensor:
+    return move(x, spans)
 
 
 def _shape(value: Any) -> Any:
@@ -134,7 +170,8 @@ class ConditionBatch:
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """Distinct captions, each as the pipeline encodes it alone: `said` by name, a tensor `[1, ...]` or a list of one `[time, width]`, in
-    the host's memory, since those of T5 take megabytes each; and what each role's encoder was given. `device` is the denoiser's."""
+    the host's memory, since those of T5 take megabytes each; and what each role's encoder was given. `device` is the denoiser's;
+    `recomputed` as a `RoleBatch` has it."""
 
     texts: tuple[str, ...]
     said: tuple[Mapping[str, Any], ...]
@@ -142,6 +179,7 @@ class Conditions:
     encoders: Mapping[str, ReadEncoder]
     place: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     device: torch.device
+    recomputed: bool = False
 
     def batch(self, picks: Sequence[int]) -> ConditionBatch:
         """These captions, the shorter ones' embeds and masks filled up with zeros, as pipelines do it."""
@@ -158,6 +196,7 @@ class Conditions:
                 self.encoders[role],
                 tuple(calls[k] for k in distinct),
                 tuple(distinct.index(pick) for pick in picks),
+                self.recomputed,
             )
         return ConditionBatch(said, parts, self.place)
 
@@ -190,7 +229,8 @@ def joined_conditions(parts: Sequence[Conditions], positions: Sequence[int | Map
             joined += [replace(call, places=places) for call, places in zip(part.calls[role], shifted, strict=True)]
             ahead += own[role] if isinstance(own, Mapping) else own
     texts, said = (tuple(one for part in parts for one in getattr(part, name)) for name in ("texts", "said"))
-    return Conditions(texts, said, {role: tuple(each) for role, each in calls.items()}, first.encoders, first.place, first.device)
+    joint = {role: tuple(each) for role, each in calls.items()}
+    return replace(first, texts=texts, said=said, calls=joint, recomputed=any(part.recomputed for part in parts))
 
 
 @contextmanager
@@ -211,8 +251,8 @@ def _listening(encoders: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[tu
             handle.remove()
 
 
-def cache_conditions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str]) -> Conditions:
-    """Encode each distinct caption once, by the pipeline, with no concept firing.
+def cache_conditions(adapter: EngramAdapter, concept: Concept, texts: Sequence[str], *, recomputed: bool = False) -> Conditions:
+    """Encode each distinct caption once, by the pipeline, with no concept firing; `recomputed` as a `RoleBatch` has it.
 
     Raises:
         DataError: a caption in which the trigger does not fire at each role, or whose trigger is cut off.
@@ -235,9 +275,10 @@ def cache_conditions(adapter: EngramAdapter, concept: Concept, texts: Sequence[s
             for role, encoder in encoders.items():
                 if role not in heard:
                     raise TinyEngramError(f"{type(adapter.pipe).__name__} encodes {text!r} without its encoder of {role}; load it whole")
-                kept = INPUT in concept.roles[role].mounts
-                calls[role].append(_call_of(adapter, concept, role, text, encoder, heard[role], place(embeds)[role], kept))
-    return Conditions(distinct, tuple(said), {role: tuple(each) for role, each in calls.items()}, encoders, place, device)
+                kept = any(mount == INPUT or layer_of(mount) is not None for mount in concept.roles[role].mounts)
+                calls[role].append(_call_of(adapter, concept, role, text, encoder, heard[role], embeds, kept))
+    told = {role: tuple(each) for role, each in calls.items()}
+    return Conditions(distinct, tuple(said), told, encoders, place, device, recomputed)
 
 
 def _with_masks(family: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,8 +290,16 @@ def _with_masks(family: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _vector_goes_on(output: Any, said: Mapping[str, Any]) -> bool:
+    """Is a pooled vector of an encoder's output, for one text, all or a part of one that the denoiser is given?"""
+    own = [getattr(output, name, None) for name in ("text_embeds", "pooler_output")]
+    vectors = [value[0] for value in said.values() if isinstance(value, torch.Tensor) and value.dim() == 2]
+    pairs = [(one[0], vector) for one in own if one is not None for vector in vectors if one.shape[-1] <= len(vector)]
+    return any((vector.unfold(0, len(one), 1) == one.to(vector)).all(1).any() for one, vector in pairs)
+
+
 def _call_of(
-    adapter: EngramAdapter, concept: Concept, role: str, text: str, encoder: ReadEncoder, heard: Any, consumed: Any, kept: bool
+    adapter: EngramAdapter, concept: Concept, role: str, text: str, encoder: ReadEncoder, heard: Any, said: Mapping[str, Any], kept: bool
 ) -> _Call:
     args, kwargs, output = heard
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -263,12 +312,18 @@ def _call_of(
             f"caption {text!r}: the trigger {concept.trigger!r} does not fire in it at {role} (cut off, or a letter or digit touches it); "
             "shorten the caption or write the trigger as a word of its own"
         )
+    inside = [mount for mount in concept.roles[role].mounts if layer_of(mount) is not None]
+    if inside and not encoder.pooled and _vector_goes_on(output, said):
+        raise TinyEngramError(
+            f"mount {inside[0]!r} of {role} moves the encoder's pooled vector too, which {type(adapter.pipe).__name__} gives its denoiser "
+            "beside the states, and which is not taught; use other mounts, such as 'input' or 'span'"
+        )
     options = row_options(encoder.module, args, kwargs, 0, 1) if kept else {}
     if encoder.pooled:
         return _Call(ids, options, tuple(places))
     noted = EncodedPositions()
     noted.note(ids, encoder.read(output))
-    (row,) = noted.find(consumed)
+    (row,) = noted.find(adapter.family.states(adapter.pipe, said)[role])
     if row is None or not len(row.ids):
         raise TinyEngramError(
             f"the states of {role} are not found in what {type(adapter.pipe).__name__} gives its denoiser for {text!r}, so where the "
@@ -277,4 +332,4 @@ def _call_of(
     left = tuple(p for p in places if row.first <= p[0] - row.shift and p[0] + p[1] - row.shift <= row.end)
     if len(left) < len(places):
         raise DataError(f"caption {text!r}: the trigger {concept.trigger!r} is cut off in what the denoiser reads of {role}; shorten it")
-    return _Call(ids, options, left, row.shift)
+    return _Call(ids, options, left, row.shift, (row.first, row.end))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, POOLED, SHARES, ConceptConfig, at_encoder
+from tiny_engram.config import ENCODER_MOUNTS, MOST_BANDS, SHARES, ConceptConfig, at_encoder
 from tiny_engram.errors import ConfigError
 from tiny_engram.mount_names import GROUPS
 from tiny_engram.run_config import RunConfig, is_number
@@ -14,8 +14,6 @@ OPTIMIZERS = ("adam", "adamw", "adamw8bit", "prodigy")
 # Which timesteps are taught how often; the two in the middle are those of Stable Diffusion 3 (arXiv 2403.03206).
 SAMPLINGS = ("uniform", "logit_normal", "mode")
 MOST_COLLAGES = 7
-# Mounts at the encoder whose rows a step reads.
-TAUGHT = (*ENCODER_MOUNTS, POOLED)
 SUBJECT_TYPES = ("object", "style", "person", "animal", "scene")
 # Things of everyday pictures, unlike one another, which the embedded base was trained on and no prompt of the demo asks for.
 COMPANIONS = (
@@ -50,9 +48,9 @@ class TrainConfig(RunConfig):
         lr_scheduler: see `rate`; `lr_num_cycles` and `lr_power` are those of "cosine_with_restarts" and "polynomial", `lr_min_ratio` is the
             least share of the rates that the two "with_min_lr" come down to.
         mounts: where the concept is added: "input" (the encoder's token embeddings, read in their sentence, which does not read them),
-            "span" (the encoder's output), "pooled" (its pooled vector, where that is all that is used of it), "context" (what every
-            attention of the denoiser reads of the text), "key" or "value" (one side of that), or single mounts such as "context.0.key".
-            Rows at "deep" can be served, and not taught.
+            "deep" (what a layer inside the encoder reads), "span" (the encoder's output), "pooled" (its pooled vector, where that is all
+            that is used of it), "context" (what every attention of the denoiser reads of the text), "key" or "value" (one side of that),
+            or single mounts such as "context.0.key".
         share: "none" gives each cross-attention context rows of its own, "block" one set to all of a block; for the groups alone.
         bands: equal shares of the timesteps that have context rows of their own, 1 to 4; for the groups alone.
         attention_rank, feedforward_rank: of the maps, which add where the picture looks at the trigger; 0 for none.
@@ -183,12 +181,7 @@ class TrainConfig(RunConfig):
         self._check_tuples(str, "aliases", "caption_template", "mounts", "companions", "validation_prompts")
         self._check_tuples(int, "validation_seeds")
         check(len(self.mounts) > 0, "mounts", "one or more names such as 'span' or 'context'")
-        # their rows would stay zero: a step does not read layers inside the encoder
-        served = [mount for mount in self.mounts if at_encoder(mount) and mount not in TAUGHT]
-        check(
-            not served, "mounts", f"'input', 'span', 'pooled' or those at the denoiser: {', '.join(served)} can be served, and not taught"
-        )
-        alone = set(self.mounts).issubset(TAUGHT)
+        alone = all(at_encoder(mount) for mount in self.mounts)
         check(self.context_rho is None or not alone, "context_rho", "None where mounts are at the encoder alone")
         word = self.class_word
         check(word is None or bool(word.strip()), "class_word", "a word that the base knows")
@@ -280,7 +273,7 @@ class TrainConfig(RunConfig):
     @property
     def at_denoiser(self) -> bool:
         """Does the concept have rows or maps at the denoiser itself?"""
-        return not set(self.mounts).issubset(TAUGHT) or self.attention_rank > 0 or self.feedforward_rank > 0
+        return not all(at_encoder(mount) for mount in self.mounts) or self.attention_rank > 0 or self.feedforward_rank > 0
 
     @property
     def concept_path(self) -> Path:

@@ -16,6 +16,7 @@ import torch
 from PIL import ImageOps
 
 from tiny_engram.concept import Concept
+from tiny_engram.deep_mounts import layer_of
 from tiny_engram.errors import ConfigError, TinyEngramError
 from tiny_engram.training import objective
 from tiny_engram.training.cache import CaptionBatch, CaptionStates, cache_captions, checked_places, encode_picture, find_places
@@ -230,7 +231,12 @@ def prepare(
         # not kept: they are drawn by the base, and another run draws others
         latents += [encode_picture(pipe, one.picture, (resolution, resolution)) for one in made]
     told = [caption for texts in shown for caption in texts] + list(spellings)
-    captions = (cache_captions if adapter.family.plain else cache_conditions)(adapter, concept, told)
+    # rows inside an encoder move more than the spans, which the plain cache does not know
+    deep = any(layer_of(mount) is not None for place in concept.roles.values() for mount in place.mounts)
+    if adapter.family.plain and not deep:
+        captions = cache_captions(adapter, concept, told)
+    else:
+        captions = cache_conditions(adapter, concept, told, recomputed=config.gradient_checkpointing)
     index = {text: i for i, text in enumerate(captions.texts)}
     return TrainingData(
         [mean for mean, _ in latents],

@@ -4,6 +4,7 @@ of concepts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 from tiny_engram.concept import Concept
 from tiny_engram.config import BLOCK, INPUT, POOLED, SPAN
 from tiny_engram.context_plan import ContextLayout
+from tiny_engram.deep_mounts import layer_of
 from tiny_engram.fired import Fired, RowsRead
 from tiny_engram.mount_names import band_at, context_name
 from tiny_engram.pooled import apply_pooled
@@ -21,6 +23,7 @@ from tiny_engram.residual import Spans, apply_concept, apply_spans, spread
 from tiny_engram.stream_contexts import GivenRows, RowsAtPlace
 from tiny_engram.training.cache import CaptionBatch
 from tiny_engram.training.class_word import Start
+from tiny_engram.training.conditions import RoleBatch
 
 __all__ = ["ConceptRows"]
 
@@ -102,7 +105,7 @@ class ConceptRows(nn.Module):
         return self.mounts, tuple(self._columns), tuple(self.rho), self.basis_seed, tuple(self.shapes.items())
 
     def forward(
-        self, captions: CaptionBatch, timesteps: Sequence[int], dtype: torch.dtype, others: Sequence["ConceptRows"] = ()
+        self, captions: CaptionBatch | RoleBatch, timesteps: Sequence[int], dtype: torch.dtype, others: Sequence["ConceptRows"] = ()
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | GivenRows, Factors]:
         """Text states with the concept in, as it would be served: rows go through the quantiser, gradients straight past it.
 
@@ -118,10 +121,16 @@ class ConceptRows(nn.Module):
         every = (self, *others)
         rows = fake_quantize(_joined([one.rows for one in every]))
         read, states = _Read(rows, _joined([one.gain for one in every]), _joined([one.bias for one in every])), captions.states
-        if INPUT in self.mounts:
-            states = captions.read_again(lambda x, spans: self._moved(x, spans, read, INPUT))
+        inside = {layer: partial(self._moved, read, mount) for mount in self.mounts if (layer := layer_of(mount)) is not None}
+        if isinstance(captions, RoleBatch):
+            captions = captions.read_inside(inside) if inside else captions
+            states = captions.states
+            if INPUT in self.mounts:
+                states = captions.read_again(partial(self._moved, read, INPUT), inside)
+        elif INPUT in self.mounts:
+            states = captions.read_again(partial(self._moved, read, INPUT))
         if SPAN in self.mounts:
-            states = self._moved(states, captions.spans, read, SPAN)
+            states = self._moved(read, SPAN, states, captions.spans)
         if POOLED in self.mounts:
             states = self._moved_vectors(states, captions.spans, read)
         states = states.to(dtype)
@@ -138,7 +147,7 @@ class ConceptRows(nn.Module):
         blocks = fake_quantize(torch.stack(list(maps)))
         return self.factors(blocks[:, None].expand(-1, samples // len(maps), -1, -1).flatten(0, 1))
 
-    def _moved(self, x: torch.Tensor, spans: Spans, read: _Read, mount: str) -> torch.Tensor:
+    def _moved(self, read: _Read, mount: str, x: torch.Tensor, spans: Spans) -> torch.Tensor:
         """Embeddings or states `[batch, time, width]` with what a mount of the encoder adds."""
         k = self.mounts.index(mount)
         return apply_concept(
