@@ -293,7 +293,7 @@ def _with_masks(family: Any, embeds: Mapping[str, Any]) -> dict[str, Any]:
 def _vector_goes_on(output: Any, said: Mapping[str, Any]) -> bool:
     """Is a pooled vector of an encoder's output, for one text, all or a part of one that the denoiser is given?"""
     own = [getattr(output, name, None) for name in ("text_embeds", "pooler_output")]
-    vectors = [value[0] for value in said.values() if isinstance(value, torch.Tensor) and value.dim() == 2]
+    vectors = [value[0] for value in said.values() if isinstance(value, torch.Tensor) and value.dim() == 2 and value.is_floating_point()]
     pairs = [(one[0], vector) for one in own if one is not None for vector in vectors if one.shape[-1] <= len(vector)]
     return any((vector.unfold(0, len(one), 1) == one.to(vector)).all(1).any() for one, vector in pairs)
 
