@@ -12,9 +12,7 @@ the concept serves from its file what was trained, and lowers the denoiser's err
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from tables import RESULTS, ROOT, circumstances, keep
 import tiny_engram
 from tiny_engram.pipelines.loaders import load_pipeline
 from tiny_engram.training import TrainConfig, train
+from tiny_engram.training.costs import peak_memory
 from tiny_engram.training.data import load_picture
 
 SUBJECT = ROOT / "assets" / "examples" / "duck"
@@ -46,8 +45,7 @@ def peak_bytes() -> int:
     """The most that this process has held: on its CUDA device if it used one, else in memory."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_memory()
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tiny_engram.checkpoints import load_checkpoint
 from tiny_engram.concept import Concept
 from tiny_engram.errors import TinyEngramError
 from tiny_engram.training import run_files, train
+from tiny_engram.training.costs import peak_memory
 from tiny_engram.training.validation_loss import ValidationLoss
 
 MEASURING = {"validation_loss_steps": 2, "validation_loss_samples": 6}
@@ -229,3 +232,13 @@ def test_a_run_that_an_earlier_version_began_goes_on(pipe, config, tmp_path):
     path.write_text(json.dumps(state))
     assert teach(pipe, config(resume_from_checkpoint="latest")).steps == 4
     assert [set(each) for each in lines(tmp_path / "out")] == [{"step", "loss", "lr"}] * 2 + [{"step", "loss", "lr", "grad_norm"}] * 2
+
+
+def test_peak_memory_is_that_of_the_process_alone():
+    """A process that a large one starts does not take over what that one has held."""
+    held = bytearray(400 << 20)
+    held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
+    script = "from tiny_engram.training.costs import peak_memory; print(peak_memory())"
+    child = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    assert 1 << 20 < child and peak_memory() > len(held)
+    assert child < peak_memory() - (100 << 20)
