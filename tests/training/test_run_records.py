@@ -240,5 +240,5 @@ def test_peak_memory_is_that_of_the_process_alone():
     held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
     script = "from tiny_engram.training.costs import peak_memory; print(peak_memory())"
     child = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
-    assert 1 << 20 < child and peak_memory() > len(held)
+    assert child > 1 << 20 and peak_memory() > len(held)
     assert child < peak_memory() - (100 << 20)
