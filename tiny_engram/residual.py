@@ -38,6 +38,13 @@ class Spans:
     def __len__(self) -> int:
         return len(self.batch)
 
+    def marks(self, shape: Sequence[int]) -> torch.Tensor:
+        """1 at every position of the spans and 0 elsewhere, float32 of this shape `[batch, time]`, on the CPU."""
+        batch, time, _ = self.flat()
+        marked = torch.zeros(*shape)
+        marked[batch, time] = 1.0
+        return marked
+
     def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch row, time and row position of every fired position, int64 `[N]`, span by span."""
         owner, step = _owner_and_step(self.length)

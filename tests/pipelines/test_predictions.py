@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipelines.conformance.cases import THERE, each_pipeline, family_named, settings, takes
+from tests.pipelines.conformance.cases import THERE, each_pipeline, family_named, settings, takes, teachable
 from tests.pipelines.tiny.base import TinyPipeline, picture
 from tiny_engram.denoiser_call import _parameters
 
@@ -20,10 +20,6 @@ DEFAULT = (
     "pixart:alpha",
 )
 TEXTS = ["a photo of a green dog on a table", "a cat"]
-
-
-def taught(tiny: TinyPipeline) -> bool:
-    return family_named(tiny).predicts is not None and tiny.name != "flux:kontext"  # whose pipeline edits a picture
 
 
 @pytest.fixture
@@ -85,7 +81,7 @@ def equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-@each_pipeline(taught, default=DEFAULT)
+@each_pipeline(teachable, default=DEFAULT)
 def test_a_step_of_training_calls_the_denoiser_as_the_pipeline_does(tiny_case, pipe):
     family = family_named(tiny_case)
     _, given, said = drawn(tiny_case, pipe)
@@ -114,7 +110,7 @@ def test_a_step_of_training_calls_the_denoiser_as_the_pipeline_does(tiny_case, p
     assert found.shape[2:] == noisy.shape[2:] and found.shape[1] >= noisy.shape[1]
 
 
-@each_pipeline(taught, default=DEFAULT)
+@each_pipeline(teachable, default=DEFAULT)
 def test_latents_are_those_that_the_pipeline_would_decode(tiny_case, pipe, monkeypatch):
     family = family_named(tiny_case)
     if tiny_case.family == "stable-diffusion-xl":

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_engram
-from tests.pipelines.conformance.cases import each_pipeline, family_named
+from tests.pipelines.conformance.cases import each_pipeline, family_named, teachable
 from tests.pipelines.tiny.base import TinyPipeline
 from tiny_engram.adapter import taught_families
 from tiny_engram.checkpoints import load_checkpoint
@@ -26,10 +26,6 @@ from tiny_engram.training.role_rows import each_role
 DEFAULT = ("stable-diffusion-2", "stable-diffusion-xl", "stable-diffusion-3", "flux:dev")
 TEXT = "a photo of a zqx on a table, and the zqx"
 MAPS = ("stable-diffusion-xl", "stable-diffusion-2")  # of those that are tried here
-
-
-def teachable(tiny: TinyPipeline) -> bool:
-    return family_named(tiny).predicts is not None and tiny.name != "flux:kontext"
 
 
 def taught(tiny: TinyPipeline) -> bool:

@@ -71,10 +71,7 @@ class CaptionBatch:
     @property
     def fired(self) -> torch.Tensor:
         """1 where the trigger stands and 0 elsewhere, float32 `[batch, time]` on the CPU."""
-        batch, time, _ = self.spans.flat()
-        fired = torch.zeros(self.states.shape[:2])
-        fired[batch, time] = 1.0
-        return fired
+        return self.spans.marks(self.states.shape[:2])
 
     def read_again(self, move: Callable[[torch.Tensor, Spans], torch.Tensor]) -> torch.Tensor:
         """States with those at the spans from an encoder whose token embeddings go through `move(embeddings, spans)`; differentiable."""

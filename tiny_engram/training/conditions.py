@@ -70,10 +70,7 @@ class RoleBatch:
     @property
     def fired(self) -> torch.Tensor:
         """1 where the trigger stands and 0 elsewhere, float32 `[batch, time]` on the CPU."""
-        batch, time, _ = self.spans.flat()
-        fired = torch.zeros(self.states.shape[:2])
-        fired[batch, time] = 1.0
-        return fired
+        return self.spans.marks(self.states.shape[:2])
 
     def read_inside(self, inside: Mapping[int, Move]) -> "RoleBatch":
         """The same part with all states from an encoder whose layers, by number, read what is made of their states; differentiable."""

@@ -125,3 +125,8 @@ def each_mode(when: Callable[[TinyPipeline], bool] = lambda tiny: True, modes: I
         [_param(tiny, mode, id=f"{tiny.name}-{mode}") for tiny, mode in chosen],
         indirect=["tiny_case"],
     )
+
+
+def teachable(tiny: TinyPipeline) -> bool:
+    """Can concepts be taught on it? FLUX.1 Kontext's pipeline edits a picture."""
+    return family_named(tiny).predicts is not None and tiny.name != "flux:kontext"
